@@ -1,0 +1,89 @@
+"""Capabilities as data: rows of a table, each row a conjunction.
+
+A part declares a tuple of `Cell`s; a `Demand` states what the engine needs. A part fits when one
+whole row fits. Flat sets could not say "FP8 KV only with head size 128 on sm_90". The same rows
+feed selection, refusals, `explain` and the documentation.
+"""
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, kw_only=True)
+class Demand:
+    """What one use of a part needs. None means "does not matter here" and refuses nothing."""
+
+    device: str | None = None
+    """Device type: "cpu" or "cuda"."""
+    compute_capability: tuple[int, int] | None = None
+    """(major, minor) of the GPU; None on a CPU."""
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    head_size: int | None = None
+    block_size: int | None = None
+    phase: str | None = None
+    """"prefill" or "decode"."""
+    weight_format: str | None = None
+    layout: str | None = None
+    """Layout of an expert kernel's input, as the token dispatcher yields it."""
+    num_ranks: int | None = None
+    features: frozenset[str] = frozenset()
+    """Named extras that must all be there: "sliding_window", "soft_cap", "sinks", ..."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One row of a part's capability table. None leaves a column unconstrained."""
+
+    devices: tuple[str, ...] | None = None
+    compute_capability: tuple[int, int] | None = None
+    """The least (major, minor) that the row needs, on CUDA devices."""
+    dtypes: tuple[str, ...] | None = None
+    kv_dtypes: tuple[str, ...] | None = None
+    head_sizes: tuple[int, ...] | None = None
+    block_sizes: tuple[int, ...] | None = None
+    phases: tuple[str, ...] | None = None
+    weight_formats: tuple[str, ...] | None = None
+    layouts: tuple[str, ...] | None = None
+    max_ranks: int | None = None
+    features: frozenset[str] = frozenset()
+    """Extras that the row supports; a demand for any other is refused."""
+    graph_safe: bool = False
+    """May run inside a captured CUDA graph."""
+    metadata: str = "host"
+    """Where the plan of a step is built: "host" or "device"."""
+
+    def refusals(self, demand: Demand) -> tuple[str, ...]:
+        """Every reason why this row does not serve `demand`; empty when it does."""
+        reasons = []
+        for column, wanted in (
+            ("devices", demand.device),
+            ("dtypes", demand.dtype),
+            ("kv_dtypes", demand.kv_dtype),
+            ("head_sizes", demand.head_size),
+            ("block_sizes", demand.block_size),
+            ("phases", demand.phase),
+            ("weight_formats", demand.weight_format),
+            ("layouts", demand.layout),
+        ):
+            legal = getattr(self, column)
+            if wanted is not None and legal is not None and wanted not in legal:
+                listed = ", ".join(map(str, legal))
+                reasons.append(f"{column.removesuffix('s')}={wanted} is not one of {listed}")
+        least, has = self.compute_capability, demand.compute_capability
+        if least is not None and has is not None and has < least:
+            reasons.append(f"compute capability {has[0]}.{has[1]} is below {least[0]}.{least[1]}")
+        if None not in (self.max_ranks, demand.num_ranks) and demand.num_ranks > self.max_ranks:  # type: ignore[operator]  # both are ints here
+            reasons.append(f"num_ranks={demand.num_ranks} is above {self.max_ranks}")
+        reasons += [f"no {feature}" for feature in sorted(demand.features - self.features)]
+        return tuple(reasons)
+
+
+def as_plain(cell: Cell) -> dict[str, object]:
+    """A cell as JSON-ready values, unconstrained columns left out."""
+    plain: dict[str, object] = {}
+    for field in fields(cell):
+        value = getattr(cell, field.name)
+        if value is None or value == field.default:
+            continue
+        plain[field.name] = sorted(value) if isinstance(value, frozenset) else value
+    return plain

@@ -1,0 +1,153 @@
+"""What plugins offer: frozen descriptors of plain values, one class per kind.
+
+A descriptor is cheap to build and to read: dtypes are strings, the part itself is named by
+`factory` as "package.module:attribute" and imported only once it is chosen.
+"""
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from rackmount_registry.capabilities import Cell
+
+Band = Literal["reference", "portable", "vendor"]
+"""How `auto` ranks parts before measured order: vendor before portable before reference."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Requirement:
+    """A module that a part needs beyond its plugin's hard dependencies."""
+
+    module: str
+    install: str
+    """The command that brings it, printed when it is missing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """Fields that every kind shares."""
+
+    kind: ClassVar[str]
+    """Singular noun: the flag, the config key and the word in error texts."""
+
+    name: str
+    factory: str
+    summary: str = ""
+    requires: tuple[Requirement, ...] = ()
+    options: str | None = None
+    """"package.module:Dataclass" of the part's options, a frozen dataclass of plain values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeDescriptor(Descriptor):
+    """A part that `auto` may choose among others by capability."""
+
+    band: Band
+    order: int = 0
+    """Measured order inside a band, lower first."""
+    cells: tuple[Cell, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Architecture(Descriptor):
+    """A model architecture. `factory` is the model class, built as `Model(config:
+    ConfigReader)`."""
+
+    kind: ClassVar[str] = "architecture"
+    claims: tuple[str, ...]
+    """Entries of config.json's `architectures` that this class implements."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionBackend(ComputeDescriptor):
+    """Paged attention. `factory(context: rackmount_registry.attention.AttentionContext)` gives the
+    backend."""
+
+    kind: ClassVar[str] = "attention_backend"
+    cache_layout: str
+    """Name of the KV layout. Prefill and decode may be served by two backends that name the same
+    one."""
+    preferred_block_sizes: tuple[int, ...]
+    """Best first; used where the engine leaves the block size open."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpSet(ComputeDescriptor):
+    """Elementwise and sampling operations. `factory` is a namespace with a callable per name in
+    `ops`."""
+
+    kind: ClassVar[str] = "op_set"
+    ops: tuple[str, ...]
+    """The operations offered, a subset of `rackmount_registry.ops.OPS`; an op set may be
+    partial."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearKernel(ComputeDescriptor):
+    """A GEMM for named weight formats. `factory()` gives a
+    `rackmount_registry.formats.LinearKernel`."""
+
+    kind: ClassVar[str] = "linear_kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizationScheme(Descriptor):
+    """A checkpoint's quantization. `factory(config: ConfigReader)` gives a
+    `formats.QuantizationScheme`."""
+
+    kind: ClassVar[str] = "quantization_scheme"
+    claims: tuple[str, ...]
+    """Values of `quantization_config.quant_method` that this scheme reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertKernel(ComputeDescriptor):
+    """A fused expert MLP. `factory()` gives a `rackmount_registry.experts.ExpertKernel`."""
+
+    kind: ClassVar[str] = "expert_kernel"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenDispatcher(ComputeDescriptor):
+    """Moves tokens to their experts and back. `factory(context)` gives an
+    `experts.TokenDispatcher`."""
+
+    kind: ClassVar[str] = "token_dispatcher"
+    layout: str
+    """Layout of what it hands to the expert kernel: "contiguous" or "batched"."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointReader(Descriptor):
+    """Reads one file format. `factory(path: Path)` gives a
+    `rackmount_registry.checkpoint.Checkpoint`."""
+
+    kind: ClassVar[str] = "checkpoint_reader"
+    patterns: tuple[str, ...]
+    """File name patterns (fnmatch) by which a model path is recognized, e.g. ("*.safetensors",)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource(Descriptor):
+    """Turns a model's name into a local path by `factory`: `fetch(target: str, report: Report) ->
+    Path`.
+
+    With an empty `factory` the source only names: its targets are looked up again among the other
+    sources. `Report` is `rackmount_registry.checkpoint.Report`.
+    """
+
+    kind: ClassVar[str] = "model_source"
+    factory: str = ""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Short name -> target, handed to `factory`."""
+    serves: str | None = None
+    """Regular expression (fullmatch) of names that it serves without an alias."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CliCommand(Descriptor):
+    """A command of the `rackmount` program. `factory` is a typer app or a function that typer can
+    register."""
+
+    kind: ClassVar[str] = "cli_command"
+    group: str | None = None
+    """Command group it stands in, e.g. "bench" for `rackmount bench NAME`."""

@@ -1,0 +1,142 @@
+"""Weight formats: how a scheme stores a linear weight, and the named formats that kernels take.
+
+A quantization scheme sees neither ranks nor fusing. For each logical weight it lists `Slot`s, the
+tensors of the checkpoint, with named dimensions; the mount derives sharding, fusing and the
+experts' bundle from the names. `finish` turns what was loaded into a `Weight` of a format that is
+specified here.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Role = Literal["linear", "expert", "router", "head"]
+"""What a weight is for: schemes treat routers and heads apart."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dimension of a stored tensor.
+
+    `axis` "out" or "in" follows the weight's rows or columns, one entry per `per` of them, rounded
+    up at the end; "part" has one entry for each logical weight of a fused one; "fixed" has `per`
+    entries, alike on all ranks.
+    """
+
+    axis: Literal["out", "in", "part", "fixed"]
+    per: int = 1
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of a stored weight: `NAME.suffix` in the checkpoint."""
+
+    suffix: str
+    dims: tuple[Dim, ...]
+    dtype: str | None = None
+    """None: the model's dtype."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight in a named format, ready for kernels that declare it.
+
+    `tensors` are as `WEIGHT_FORMATS[format]` specifies; an experts' bundle has one more leading
+    dimension, the local experts. `parts` are the rows of each logical weight fused into it.
+    """
+
+    format: str
+    tensors: Mapping[str, Tensor]
+    parts: tuple[int, ...]
+    in_features: int
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.parts)
+
+    def dequantize(self, part: int | None = None) -> Tensor:
+        """The weight [..., out, in] (or one part's rows) as a dense tensor: what a kernel must be
+        equal to."""
+        dense = WEIGHT_FORMATS[self.format].dequantize(self)
+        if part is None:
+            return dense
+        return dense.narrow(-2, sum(self.parts[:part]), self.parts[part])
+
+    def expert(self, index: int) -> "Weight":
+        """One expert of a bundle."""
+        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
+        return Weight(self.format, tensors, self.parts, self.in_features)
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """A named format: which tensors a `Weight` holds, and what they mean."""
+
+    name: str
+    tensors: Mapping[str, str]
+    """Name -> shape and meaning."""
+    dequantize: Callable[[Weight], Tensor]
+
+
+WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
+    spec.name: spec
+    for spec in (
+        WeightFormat(
+            "dense",
+            {"weight": "[out, in] in the model's dtype"},
+            lambda w: w.tensors["weight"],
+        ),
+        WeightFormat(
+            "int8_rows",
+            {
+                "values": "int8 [out, in]",
+                "scales": "float32 [out]; row r of the weight is values[r] * scales[r]",
+            },
+            lambda w: w.tensors["values"].to(torch.float32) * w.tensors["scales"].unsqueeze(-1),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True)
+class StoredFormat:
+    """How a scheme stores one linear weight. Parts of equal stored format may be fused."""
+
+    name: str
+    slots: tuple[Slot, ...]
+    yields: str
+    """Name of the weight format that `finish` gives: known before any tensor is read."""
+    finish: Callable[[Mapping[str, Tensor], tuple[int, ...], int], Weight] = field(compare=False)
+    """`finish(tensors by suffix, parts, in_features)`. Acts on the last dimensions: a bundle of
+    experts comes with a leading one. Tensors keep their addresses where nothing is converted."""
+
+
+def _finish_dense(
+    tensors: Mapping[str, Tensor], parts: tuple[int, ...], in_features: int
+) -> Weight:
+    return Weight("dense", {"weight": tensors["weight"]}, parts, in_features)
+
+
+DENSE = StoredFormat("dense", (Slot("weight", (Dim("out"), Dim("in"))),), "dense", _finish_dense)
+"""A plain matrix in the model's dtype: what every weight is unless a scheme says otherwise."""
+
+
+class QuantizationScheme(Protocol):
+    """Says for each logical weight how the checkpoint stores it."""
+
+    def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
+        """The format of the weight `name` (without ".weight") of whole shape [out, in]; None for
+        dense."""
+
+
+class LinearKernel(Protocol):
+    """A GEMM over the weight formats that its descriptor declares."""
+
+    def prepare(self, weight: Weight) -> Any:
+        """Repacks once, after loading; what it returns is handed to every `run`."""
+
+    def run(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
+        """x [T, in] -> [T, out], in the dtype of `x`. T may be 0."""

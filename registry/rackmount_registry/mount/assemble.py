@@ -1,0 +1,49 @@
+"""Binding, tracing and memory: a draft becomes a model that waits for its weights."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx
+
+from rackmount_registry.mount.draft import Draft
+from rackmount_registry.mount.fuse import fuse
+from rackmount_registry.mount.parts import Parts
+from rackmount_registry.nn.socket import Binding
+from rackmount_registry.step import Step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mounted:
+    """A model of one rank, ready once `fill` has run."""
+
+    draft: Draft
+    device: torch.device
+    fused: fx.GraphModule
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids int64 [T] of the current step -> hidden states [T, hidden]."""
+        hidden: Tensor = self.fused(ids)
+        return hidden
+
+    def logits(self, rows: Tensor) -> Tensor:
+        """Hidden states [R, hidden] -> logits [R, vocabulary]."""
+        logits: Tensor = self.draft.model.logits(rows)  # type: ignore[operator]  # a model file's own method
+        return logits
+
+
+def assemble(
+    draft: Draft, parts: Parts, step: Step, *, device: torch.device, max_positions: int
+) -> Mounted:
+    """Binds every socket to the chosen parts and traces the fused step; takes no memory for weights
+    yet."""
+    binding = Binding(
+        ops=parts.ops,
+        step=step,
+        linear=parts.linear,
+        experts=parts.experts,
+        max_positions=max_positions,
+        device=device,
+    )
+    for socket in draft.sockets:
+        socket.bind(binding)
+    return Mounted(draft=draft, device=device, fused=fuse(draft.model))

@@ -1,0 +1,98 @@
+"""The draft of a model on one rank: constructed, named, surveyed and cut, with no memory taken."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from rackmount_registry.attention import AttentionParams, CacheSpec
+from rackmount_registry.axes import Mesh, size_of
+from rackmount_registry.config import ConfigReader
+from rackmount_registry.formats import DENSE, QuantizationScheme, Role, StoredFormat
+from rackmount_registry.nn.attention import Attention
+from rackmount_registry.nn.embedding import OutputHead
+from rackmount_registry.nn.socket import Socket, Survey
+from rackmount_registry.nn.storage import Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draft:
+    """What `explain` needs and `assemble` builds on."""
+
+    model: nn.Module
+    dtype: torch.dtype
+    sockets: tuple[Socket, ...]
+    attention: tuple[Attention, ...] = field(default=())
+    """In the order of the model; their `index` is their place here."""
+
+    def storages(self) -> Iterator[Storage]:
+        """Everything that the checkpoint fills on this rank."""
+        for socket in self.sockets:
+            yield from socket.storages()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on this rank, as loaded."""
+        return sum(storage.num_bytes(self.dtype) for storage in self.storages())
+
+    def formats(self) -> dict[str, set[str]]:
+        """Weight formats that kernels must take, as "linear" and "expert" -> names."""
+        found: dict[str, set[str]] = {"linear": set(), "expert": set()}
+        for socket in self.sockets:
+            for weight in socket.weights():
+                found["expert" if weight.role == "expert" else "linear"].add(weight.stored.yields)
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Columns of the logits."""
+        return next(size_of(s.vocab) for s in self.sockets if isinstance(s, OutputHead))
+
+    @property
+    def attention_params(self) -> set[AttentionParams]:
+        """The distinct attention layers, for the choice of a backend."""
+        return {layer.params for layer in self.attention}
+
+    def cache_specs(self, kv_dtype: torch.dtype) -> list[CacheSpec]:
+        """What each attention layer keeps per token."""
+        return [layer.cache_spec(kv_dtype) for layer in self.attention]
+
+
+def draft(
+    build: Callable[[ConfigReader], nn.Module],
+    config: ConfigReader,
+    *,
+    dtype: torch.dtype,
+    mesh: Mesh | None = None,
+    scheme: QuantizationScheme | None = None,
+) -> Draft:
+    """Constructs the model on `meta` and lays out this rank's share.
+
+    Raises:
+        ConfigError: a key that the model never read, a value it refuses, or ranks that do not
+        divide it.
+    """
+    with torch.device("meta"):
+        model = build(config)
+    config.require_all_read(getattr(model, "harmless", frozenset()))
+    survey = Survey(mesh=mesh or Mesh(), format_of=_formats(scheme))
+    sockets: list[Socket] = []
+    attention: list[Attention] = []
+    for path, module in model.named_modules():
+        if isinstance(module, Socket):
+            module.path = path
+            module.survey(survey)
+            sockets.append(module)
+        if isinstance(module, Attention):
+            module.index = len(attention)
+            attention.append(module)
+    return Draft(model=model, dtype=dtype, sockets=tuple(sockets), attention=tuple(attention))
+
+
+def _formats(scheme: QuantizationScheme | None) -> Any:
+    def format_of(name: str, shape: tuple[int, int], role: Role) -> StoredFormat:
+        return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
+
+    return format_of

@@ -1,0 +1,119 @@
+"""Weights: streamed from the checkpoint into their storages, and accounted for to the last
+tensor."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from rackmount_registry.checkpoint import Checkpoint, Report, silent
+from rackmount_registry.errors import CheckpointError
+from rackmount_registry.mount.assemble import Mounted
+from rackmount_registry.mount.draft import Draft
+from rackmount_registry.nn.embedding import OutputHead
+from rackmount_registry.nn.storage import Piece, Storage
+
+MAX_LISTED = 8
+
+
+def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> int:
+    """Loads every weight of this rank and returns the bytes read.
+
+    Every checkpoint tensor ends as loaded (here, or as a whole on other ranks), as ignored by a
+    named rule of the architecture, or as an error; every storage is written once. Nothing is read
+    before all of that is known to hold.
+
+    Raises:
+        CheckpointError: missing, extra or misshapen tensors, by name and file.
+    """
+    draft = mounted.draft
+    _untie_where_stored(draft.sockets, checkpoint)
+    storages = list(draft.storages())
+    _account(draft, storages, checkpoint)
+    total = sum(storage.num_bytes(draft.dtype) for storage in storages)
+    done = read = 0
+    for storage in storages:
+        storage.allocate(mounted.device, draft.dtype)
+        for piece in storage.pieces:
+            read += _read(checkpoint, piece, storage)
+        done += storage.num_bytes(draft.dtype)
+        report("load", done, total)
+    for socket in draft.sockets:
+        socket.finish()
+    left = [name for name, tensor in _own_tensors(draft.model) if tensor.device.type == "meta"]
+    if left:
+        raise CheckpointError(f"the model holds tensors that nothing fills: {_listed(left)}")
+    return read
+
+
+def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) -> None:
+    """A tied head that the checkpoint stores with other values is a head of its own, whatever the
+    config says."""
+    for head in sockets:
+        if (
+            not isinstance(head, OutputHead)
+            or not head.tied
+            or head.weight_name not in checkpoint.tensors
+        ):
+            continue
+        embedding = head.tied[0].table.names[0] + ".weight"
+        if embedding not in checkpoint.tensors:
+            continue
+        if not torch.equal(checkpoint.read(head.weight_name), checkpoint.read(embedding)):
+            head.untie()
+
+
+def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> None:
+    """Every tensor of the checkpoint against every piece of the model."""
+    model, sockets = draft.model, draft.sockets
+    wanted: dict[str, Piece] = {}
+    for storage in storages:
+        for piece in storage.pieces:
+            assert piece.name not in wanted, f"{piece.name} is claimed twice"
+            wanted[piece.name] = piece
+    missing = sorted(wanted.keys() - checkpoint.tensors.keys())
+    if missing:
+        files = sorted({info.file for info in checkpoint.tensors.values()})
+        raise CheckpointError(
+            f"{len(missing)} tensors that the model needs are not in the checkpoint "
+            f"({_listed(files)}): {_listed(missing)}"
+        )
+    answered = {name for socket in sockets for name in socket.answers_for()}
+    extra = sorted(checkpoint.tensors.keys() - wanted.keys() - answered)
+    rules: Mapping[str, str] = getattr(model, "ignored", {})
+    unknown = [
+        f"{name} in {checkpoint.tensors[name].file}"
+        for name in extra
+        if not any(re.fullmatch(rule, name) for rule in rules)
+    ]
+    if unknown:
+        raise CheckpointError(
+            f"{len(unknown)} tensors of the checkpoint are neither used by {type(model).__name__} "
+            f"nor ignored by one of its rules: {_listed(unknown)}"
+        )
+    for name, piece in wanted.items():
+        info = checkpoint.tensors[name]
+        if info.shape != piece.shape and not (info.shape == () and piece.shape == (1,)):
+            raise CheckpointError(
+                f"{name} in {info.file} has shape {list(info.shape)}, "
+                f"the model needs {list(piece.shape)}"
+            )
+
+
+def _read(checkpoint: Checkpoint, piece: Piece, storage: Storage) -> int:
+    """Copies one piece and returns the bytes read."""
+    target = storage.tensor[piece.where]
+    data = checkpoint.read(piece.name, piece.index)
+    target.copy_(data.reshape(target.shape))
+    return data.nbytes
+
+
+def _own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
+    return ", ".join(names[:MAX_LISTED]) + more

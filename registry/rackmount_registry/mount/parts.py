@@ -1,0 +1,124 @@
+"""The choice of compute parts for a draft, explained, and their loading."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from rackmount_registry.capabilities import Demand
+from rackmount_registry.descriptors import ExpertKernel as ExpertKernelDescriptor
+from rackmount_registry.descriptors import LinearKernel as LinearKernelDescriptor
+from rackmount_registry.descriptors import OpSet, TokenDispatcher
+from rackmount_registry.experts import DispatchContext, ExpertKernel
+from rackmount_registry.experts import TokenDispatcher as TokenDispatcherPart
+from rackmount_registry.formats import LinearKernel
+from rackmount_registry.mount.draft import Draft
+from rackmount_registry.ops import OPS, Ops
+from rackmount_registry.plugins import PluginManager
+from rackmount_registry.selection import Choice, ExpertsChoice, choose, choose_experts, choose_ops
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartsChoice:
+    """Which part serves what, with every refusal. Nothing is imported before `load`."""
+
+    ops: Mapping[str, Choice[OpSet]]
+    """By operation."""
+    linear: Mapping[str, Choice[LinearKernelDescriptor]]
+    """By weight format."""
+    experts: Mapping[str, ExpertsChoice]
+    """By weight format of the bundle."""
+
+    def load(self) -> "Parts":
+        """Imports what was chosen.
+
+        Raises:
+            SelectionError: nothing fits somewhere.
+            PluginError: a part cannot be imported.
+        """
+        namespaces = {op: choice.require().load() for op, choice in self.ops.items()}
+        return Parts(
+            ops=cast(
+                Ops, _Namespace({op: getattr(module, op) for op, module in namespaces.items()})
+            ),
+            kernels={form: choice.require().load()() for form, choice in self.linear.items()},
+            expert_parts={
+                form: (choice.kernel.load(), choice.dispatcher.load())
+                for form, choice in self.experts.items()
+            },
+        )
+
+
+class _Namespace:
+    """One attribute per operation."""
+
+    def __init__(self, ops: Mapping[str, Any]) -> None:
+        self.__dict__.update(ops)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Loaded parts of one engine."""
+
+    ops: Ops
+    kernels: Mapping[str, LinearKernel]
+    expert_parts: Mapping[str, tuple[Any, Any]]
+
+    def linear(self, weight_format: str) -> LinearKernel:
+        """The kernel for a weight format."""
+        return self.kernels[weight_format]
+
+    def experts(
+        self, weight_format: str, context: DispatchContext
+    ) -> tuple[ExpertKernel, TokenDispatcherPart]:
+        """A kernel and a dispatcher for one layer of experts."""
+        kernel, dispatcher = self.expert_parts[weight_format]
+        return kernel(), dispatcher(context)
+
+
+def select_parts(
+    manager: PluginManager,
+    draft: Draft,
+    demand: Demand,
+    *,
+    requested: Mapping[str, str] | None = None,
+    opted_in: frozenset[str] = frozenset(),
+) -> PartsChoice:
+    """Chooses operations, linear kernels and experts' parts for `demand` (device and dtype).
+
+    Args:
+        requested: kind -> name asked for; the rest is "auto".
+
+    Raises:
+        SelectionError: what was asked for does not fit, or no pair of experts' parts does.
+    """
+    asked = requested or {}
+    formats = draft.formats()
+    kernels = manager.offers(LinearKernelDescriptor.kind)
+    return PartsChoice(
+        ops=choose_ops(
+            manager.offers(OpSet.kind), demand, OPS, asked.get(OpSet.kind, "auto"), opted_in
+        ),
+        linear={
+            form: choose(
+                LinearKernelDescriptor.kind,
+                kernels,
+                replace(demand, weight_format=form),
+                asked.get(LinearKernelDescriptor.kind, "auto"),
+                opted_in,
+                manager.broken,
+            )
+            for form in sorted(formats["linear"])
+        },
+        experts={
+            form: choose_experts(
+                manager.offers(ExpertKernelDescriptor.kind),
+                manager.offers(TokenDispatcher.kind),
+                replace(demand, weight_format=form),
+                asked.get(ExpertKernelDescriptor.kind, "auto"),
+                asked.get(TokenDispatcher.kind, "auto"),
+                opted_in,
+                manager.broken,
+            )
+            for form in sorted(formats["expert"])
+        },
+    )

@@ -1,0 +1,120 @@
+"""Self-attention over grouped query heads."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rackmount_registry.attention import AttentionParams, CacheSpec
+from rackmount_registry.axes import Axis
+from rackmount_registry.nn.rotary import Rotary
+from rackmount_registry.nn.socket import Binding, Socket, Survey
+from rackmount_registry.nn.storage import Storage, vector
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """Norms of single query and key heads (Qwen3), stored beside the socket."""
+
+    q_norm: Storage
+    k_norm: Storage
+
+
+class Attention(Socket):
+    """Raw q [T, H D], k and v [T, G D] of this rank -> [T, H D].
+
+    Owns head norms, rotary embedding and the KV write; how tokens find their context is the step's
+    affair.
+
+    Args:
+        heads, kv_heads: axes whose width is the head size.
+        rope: rotary embedding, None for none.
+        q_norm, k_norm: checkpoint names of head norms beside this socket; both or neither.
+        norm_eps: of the head norms.
+        scale: of the scores; None for head size ** -0.5.
+        sliding_window: tokens that a token sees, itself included; None for all.
+    """
+
+    def __init__(
+        self,
+        heads: Axis,
+        kv_heads: Axis,
+        *,
+        rope: Rotary | None,
+        q_norm: str | None = None,
+        k_norm: str | None = None,
+        norm_eps: float = 1e-6,
+        scale: float | None = None,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        assert (q_norm is None) == (k_norm is None)
+        self.heads, self.kv_heads, self.rope = heads, kv_heads, rope
+        self.norm_names = (q_norm, k_norm)
+        self.norm_eps = norm_eps
+        self.scale = heads.width**-0.5 if scale is None else scale
+        self.sliding_window = sliding_window
+        self.index = -1
+        """Place among the model's attention layers, set by the mount."""
+
+    def survey(self, survey: Survey) -> None:
+        mesh, size = survey.mesh, self.heads.width
+        self.params = AttentionParams(
+            num_heads=mesh.cut(self.heads).size // size,
+            num_kv_heads=mesh.cut(self.kv_heads).size // size,
+            head_size=size,
+            scale=self.scale,
+            sliding_window=self.sliding_window,
+        )
+        q_norm, k_norm = self.norm_names
+        self.norms: HeadNorms | None = None
+        if q_norm is not None and k_norm is not None:
+            names = (f"{self.sibling(name)}.weight" for name in (q_norm, k_norm))
+            self.norms = HeadNorms(*(vector(name, size, mesh) for name in names))
+
+    def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
+        """What this layer keeps per token."""
+        return CacheSpec(
+            num_kv_heads=self.params.num_kv_heads, head_size=self.params.head_size, dtype=dtype
+        )
+
+    def bind(self, binding: Binding) -> None:
+        self.ops, self.step = binding.ops, binding.step
+        self.table = (
+            self.rope.table(binding.max_positions).to(binding.device) if self.rope else None
+        )
+
+    def storages(self) -> Iterator[Storage]:
+        if self.norms is not None:
+            yield self.norms.q_norm
+            yield self.norms.k_norm
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's
+        positions."""
+        q_norm, k_norm = (
+            (self.norms.q_norm.tensor, self.norms.k_norm.tensor) if self.norms else (None, None)
+        )
+        if self.rope is None or self.table is None:
+            if q_norm is None or k_norm is None:
+                return q, k
+            return (
+                self.ops.rms_norm(q, q_norm, self.norm_eps),
+                self.ops.rms_norm(k, k_norm, self.norm_eps),
+            )
+        return self.ops.rotary(
+            q,
+            k,
+            self.step.positions,
+            self.table,
+            q_norm,
+            k_norm,
+            self.norm_eps,
+            self.rope.interleaved,
+        )
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        size = self.params.head_size
+        q, k, v = (t.view(len(t), t.shape[-1] // size, size) for t in (q, k, v))
+        return self.step.attend(self, q, k, v).flatten(1)

@@ -1,0 +1,154 @@
+"""Linear projections, alone or merged."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rackmount_registry.axes import Axis, Mesh
+from rackmount_registry.formats import LinearKernel, StoredFormat
+from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
+from rackmount_registry.nn.storage import LinearPart, Piece, Storage, StoredWeight, fusable, vector
+
+
+class Gemm:
+    """One matrix product of a socket: parts of equal format, side by side, with their biases."""
+
+    kernel: LinearKernel
+    prepared: Any
+
+    def __init__(
+        self,
+        indexes: list[int],
+        parts: list[LinearPart],
+        stored: StoredFormat,
+        survey: Survey,
+        bias: bool,
+    ):
+        self.indexes = indexes
+        self.weight = StoredWeight([parts], stored, survey.mesh, stacked=False)
+        self.sizes = list(self.weight.parts)
+        self.bias = _bias(parts, survey.mesh) if bias else None
+        # Each rank would add the bias of a row-parallel product: the first one alone does.
+        self.adds_bias = all(
+            group.rank == 0 for group in splitting(survey.mesh, parts[0].in_extent)
+        )
+
+    def bind(self, binding: Binding) -> None:
+        self.kernel = binding.linear(self.weight.stored.yields)
+
+    def finish(self) -> None:
+        self.prepared = self.kernel.prepare(self.weight.finish())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        bias = self.bias.tensor if self.bias is not None and self.adds_bias else None
+        return self.kernel.run(x, self.prepared, bias)
+
+
+def _bias(parts: list[LinearPart], mesh: Mesh) -> Storage:
+    pieces, offset = [], 0
+    for part in parts:
+        (piece,) = vector(f"{part.name}.bias", part.out_extent, mesh).pieces
+        size = piece.where[0].stop
+        pieces.append(Piece(piece.name, piece.shape, piece.index, (slice(offset, offset + size),)))
+        offset += size
+    return Storage((offset,), None, pieces)
+
+
+class MergedLinear(Socket):
+    """Projections of one input that may be fused: parts of equal stored format are one product,
+    others stay apart.
+
+    Args:
+        in_extent: input features.
+        parts: checkpoint name beside this socket -> output features.
+        bias: whether every part has one.
+
+    `forward` takes x [T, in] and gives one [T, out of this rank] per part; the outputs may be views
+    of one tensor.
+    """
+
+    def __init__(
+        self, in_extent: int | Axis, parts: Mapping[str, int | Axis], *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_extent = in_extent
+        self.parts = dict(parts)
+        self.bias = bias
+        self.gemms: list[Gemm] = []
+
+    def survey(self, survey: Survey) -> None:
+        groups: dict[object, tuple[StoredFormat, list[int], list[LinearPart]]] = {}
+        for index, (name, extent) in enumerate(self.parts.items()):
+            part = LinearPart(self.sibling(name), extent, self.in_extent)
+            stored = survey.format_of(part.name, part.shape, part.role)
+            key = stored if fusable(stored) else index
+            _, indexes, parts = groups.setdefault(key, (stored, [], []))
+            indexes.append(index)
+            parts.append(part)
+        self.gemms = [
+            Gemm(at, parts, stored, survey, self.bias) for stored, at, parts in groups.values()
+        ]
+        self.pending = splitting(survey.mesh, self.in_extent)
+        assert not self.pending, "a merged projection of a split input has no reduction"
+
+    def bind(self, binding: Binding) -> None:
+        for gemm in self.gemms:
+            gemm.bind(binding)
+
+    def weights(self) -> Iterator[StoredWeight]:
+        return (gemm.weight for gemm in self.gemms)
+
+    def storages(self) -> Iterator[Storage]:
+        yield from super().storages()
+        yield from (gemm.bias for gemm in self.gemms if gemm.bias is not None)
+
+    def finish(self) -> None:
+        for gemm in self.gemms:
+            gemm.finish()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        if len(self.gemms) == 1:
+            return torch.split(self.gemms[0](x), self.gemms[0].sizes, -1)
+        outs = [x] * len(self.parts)
+        for gemm in self.gemms:
+            for index, out in zip(gemm.indexes, torch.split(gemm(x), gemm.sizes, -1), strict=True):
+                outs[index] = out
+        return tuple(outs)
+
+
+class Linear(Socket):
+    """One projection x [T, in] -> [T, out]; a split input makes it row-parallel, its output a sum
+    over the ranks."""
+
+    def __init__(
+        self, in_extent: int | Axis, out_extent: int | Axis, *, bias: bool = False
+    ) -> None:
+        super().__init__()
+        self.in_extent = in_extent
+        self.out_extent = out_extent
+        self.bias = bias
+
+    def survey(self, survey: Survey) -> None:
+        part = LinearPart(self.path, self.out_extent, self.in_extent)
+        stored = survey.format_of(part.name, part.shape, part.role)
+        self.gemm = Gemm([0], [part], stored, survey, self.bias)
+        self.pending = splitting(survey.mesh, self.in_extent)
+
+    def bind(self, binding: Binding) -> None:
+        self.gemm.bind(binding)
+
+    def weights(self) -> Iterator[StoredWeight]:
+        yield self.gemm.weight
+
+    def storages(self) -> Iterator[Storage]:
+        yield from super().storages()
+        if self.gemm.bias is not None:
+            yield self.gemm.bias
+
+    def finish(self) -> None:
+        self.gemm.finish()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reduced(self.gemm(x))

@@ -1,0 +1,35 @@
+"""The gated feed-forward block."""
+
+from torch import Tensor, nn
+
+from rackmount_registry.axes import Axis
+from rackmount_registry.nn.linear import Linear, MergedLinear
+from rackmount_registry.nn.socket import Binding, Socket
+
+
+class SiluMul(Socket):
+    """silu(gate) * up."""
+
+    def bind(self, binding: Binding) -> None:
+        self.ops = binding.ops
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return self.ops.silu_mul(gate, up)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x) (SwiGLU, arXiv 2002.05202), stored as gate_proj, up_proj and
+    down_proj under its path.
+
+    No leaf: the mount sees its edges, so that the activation can be fused with either product.
+    """
+
+    def __init__(self, hidden: int, ffn: Axis, *, bias: bool = False) -> None:
+        super().__init__()
+        self.gate_up = MergedLinear(hidden, {"gate_proj": ffn, "up_proj": ffn}, bias=bias)
+        self.act = SiluMul()
+        self.down_proj = Linear(ffn, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x)
+        return self.down_proj(self.act(gate, up))  # type: ignore[no-any-return]  # nn.Module calls are Any

@@ -1,0 +1,170 @@
+"""Storage: a tensor of this rank, and the pieces of checkpoint tensors that fill it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from rackmount_registry.axes import Axis, Cut, Mesh, size_of
+from rackmount_registry.errors import ConfigError
+from rackmount_registry.formats import Dim, Role, StoredFormat, Weight
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One checkpoint tensor's share in a storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the whole checkpoint tensor."""
+    index: Index
+    """What this rank reads of it."""
+    where: Index
+    """Where that goes in the storage; a leading expert index is a slice of one."""
+
+
+class Storage:
+    """Memory to be: its shape and pieces are known from the survey on, the tensor from `allocate`
+    on."""
+
+    def __init__(self, shape: tuple[int, ...], dtype: str | None, pieces: Sequence[Piece]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.pieces = tuple(pieces)
+        self.tensor = torch.empty(0, device="meta")
+
+    def num_bytes(self, model_dtype: torch.dtype) -> int:
+        """Bytes that `allocate` takes."""
+        return prod(self.shape) * self._dtype(model_dtype).itemsize
+
+    def allocate(self, device: torch.device, model_dtype: torch.dtype) -> None:
+        self.tensor = torch.empty(self.shape, device=device, dtype=self._dtype(model_dtype))
+
+    def _dtype(self, model_dtype: torch.dtype) -> torch.dtype:
+        if self.dtype is None:
+            return model_dtype
+        dtype = getattr(torch, self.dtype)
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+
+def vector(name: str, extent: int | Axis, mesh: Mesh) -> Storage:
+    """A stored vector in the model's dtype, cut with its axis."""
+    cut = mesh.cut(extent)
+    piece = Piece(name, (size_of(extent),), (slice(cut.start, cut.stop),), (slice(0, cut.size),))
+    return Storage((cut.size,), None, [piece])
+
+
+@dataclass(frozen=True)
+class LinearPart:
+    """One logical weight [out, in], as the checkpoint names it."""
+
+    name: str
+    """Without ".weight"."""
+    out_extent: int | Axis
+    in_extent: int | Axis
+    role: Role = "linear"
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return size_of(self.out_extent), size_of(self.in_extent)
+
+
+class StoredWeight:
+    """Logical weights of one stored format side by side in one matrix, or a bundle of them, one for
+    each expert.
+
+    Args:
+        bundle: for each local expert its parts; a plain weight is a bundle of one without the
+            leading dimension.
+    """
+
+    def __init__(
+        self,
+        bundle: Sequence[Sequence[LinearPart]],
+        stored: StoredFormat,
+        mesh: Mesh,
+        *,
+        stacked: bool,
+    ) -> None:
+        self.stored = stored
+        first = bundle[0]
+        self.names = [part.name for parts in bundle for part in parts]
+        self.role = first[0].role
+        self.parts = tuple(mesh.cut(part.out_extent).size for part in first)
+        self.in_features = mesh.cut(first[0].in_extent).size
+        self.storages: dict[str, Storage] = {}
+        for slot in stored.slots:
+            shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
+            self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces)
+
+    def finish(self) -> Weight:
+        """The loaded tensors as a weight of the named format."""
+        tensors = {suffix: storage.tensor for suffix, storage in self.storages.items()}
+        return self.stored.finish(tensors, self.parts, self.in_features)
+
+
+def fusable(stored: StoredFormat) -> bool:
+    """Whether parts of this format can lie side by side: every tensor grows with the rows or has
+    one entry a part."""
+    return all(any(dim.axis in ("out", "part") for dim in slot.dims) for slot in stored.slots)
+
+
+def _lay_out(
+    bundle: Sequence[Sequence[LinearPart]],
+    suffix: str,
+    dims: tuple[Dim, ...],
+    mesh: Mesh,
+    stacked: bool,
+) -> tuple[tuple[int, ...], list[Piece]]:
+    """Shape of a slot's storage, and the piece of each part."""
+    pieces: list[Piece] = []
+    shape: tuple[int, ...] = ()
+    for expert, parts in enumerate(bundle):
+        offsets = [0] * len(dims)
+        for part in parts:
+            cuts = [_cut(part, dim, mesh) for dim in dims]
+            where = tuple(
+                slice(offset, offset + cut.size)
+                for offset, (_, cut) in zip(offsets, cuts, strict=True)
+            )
+            pieces.append(
+                Piece(
+                    f"{part.name}.{suffix}",
+                    tuple(whole for whole, _ in cuts),
+                    tuple(slice(cut.start, cut.stop) for _, cut in cuts),
+                    (slice(expert, expert + 1), *where) if stacked else where,
+                )
+            )
+            for axis, dim in enumerate(dims):
+                if dim.axis in ("out", "part"):
+                    offsets[axis] += cuts[axis][1].size
+        shape = tuple(
+            max(piece.where[axis - len(dims)].stop for piece in pieces) for axis in range(len(dims))
+        )
+    return ((len(bundle), *shape) if stacked else shape), pieces
+
+
+def _cut(part: LinearPart, dim: Dim, mesh: Mesh) -> tuple[int, Cut]:
+    """(entries of the whole dimension, this rank's share of them)."""
+    if dim.axis in ("part", "fixed"):
+        count = 1 if dim.axis == "part" else dim.per
+        return count, Cut(0, count)
+    extent = part.out_extent if dim.axis == "out" else part.in_extent
+    cut = mesh.cut(extent)
+    whole = -(-size_of(extent) // dim.per)
+    if cut.start % dim.per or (cut.stop % dim.per and cut.stop != size_of(extent)):
+        raise ConfigError(
+            f"{part.name}: {mesh.group(extent).size} ranks cut its {dim.axis} dimension of "
+            f"{size_of(extent)} at {cut.start}:{cut.stop}, which is not a multiple of {dim.per} as "
+            "its format needs"
+        )
+    return whole, Cut(cut.start // dim.per, -(-cut.stop // dim.per))
+
+
+def all_storages(weights: Mapping[str, Storage] | Sequence[Storage]) -> Iterator[Storage]:
+    """The storages of a mapping or sequence."""
+    yield from weights.values() if isinstance(weights, Mapping) else weights

@@ -1,0 +1,68 @@
+"""The step as sockets see it, and the plain reference step that needs no engine.
+
+A `Step` is given to every socket at mount. It knows the tokens that are being computed, so
+positions, KV addresses and padding travel neither through globals nor through every layer's
+arguments.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from rackmount_registry.attention import AttentionParams
+
+if TYPE_CHECKING:
+    from rackmount_registry.nn.attention import Attention
+
+
+class Step(Protocol):
+    """What the running step offers to sockets. Its tensors change from step to step, the object
+    stays."""
+
+    positions: Tensor
+    """int64 [T]: place of each token in its sequence."""
+
+    def attend(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Head norms and rotary by `layer.rotate`, the KV write, then attention.
+
+        q [T, H, D], k and v [T, G, D], as projected -> [T, H, D].
+        """
+
+
+class ReferenceStep:
+    """Whole sequences at once, no cache, float64-safe: the oracle for models, backends and
+    quantization schemes."""
+
+    def __init__(self) -> None:
+        self.positions = torch.empty(0, dtype=torch.int64)
+        self._lengths: list[int] = []
+
+    def begin(self, lengths: Sequence[int]) -> None:
+        """The next forward computes sequences of these lengths, laid flat one after another."""
+        self._lengths = list(lengths)
+        ranges = [torch.arange(n) for n in self._lengths]
+        self.positions = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+
+    def attend(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = layer.rotate(q, k)
+        parts = [t.split(self._lengths) for t in (q, k, v)]
+        outs = [attend_causally(*each, layer.params) for each in zip(*parts, strict=True)]
+        return torch.cat(outs) if outs else q
+
+
+def attend_causally(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
+    """Causal attention of one sequence by its definition: q [n, H, D] are the last n of k, v [m, G,
+    D] -> [n, H, D]."""
+    n, m = q.shape[0], k.shape[0]
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    group = params.num_heads // params.num_kv_heads
+    k, v = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
+    scores = torch.einsum("nhd,mhd->hnm", q.to(wide), k) * params.scale
+    ahead = torch.arange(m) - torch.arange(m - n, m).unsqueeze(1)
+    hidden = ahead > 0
+    if params.sliding_window is not None:
+        hidden |= ahead <= -params.sliding_window
+    scores = scores.masked_fill(hidden.to(scores.device), float("-inf"))
+    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v).to(q.dtype)
