@@ -1,0 +1,1 @@
+"""Sampling: what a request may ask for (`params`); how a batch's logits become ids (`sampler`)."""

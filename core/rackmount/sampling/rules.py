@@ -1,0 +1,55 @@
+"""Bans and biases, the first of the logit processors; rows without any cost nothing."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rackmount.sampling.table import SamplingTable
+
+
+def apply_rules(
+    logits: Tensor,
+    table: SamplingTable,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    token_ids: np.ndarray,
+) -> None:
+    """Changes logits [R, V] in place: allowed ids, then bad words and early stop ids, then bias.
+
+    `token_ids` [max_num_seqs, max_model_len] holds each row's tokens before `positions` [R].
+    """
+    asked = np.flatnonzero(table.has_rules[rows]).tolist()
+    masks = [(at, banned) for at in asked if (banned := table.rules[rows[at]].banned) is not None]
+    if masks:
+        index = torch.tensor([at for at, _ in masks], device=logits.device)
+        banned = torch.stack([mask for _, mask in masks])
+        logits[index] = logits[index].masked_fill_(banned, -torch.inf)
+    bans: list[tuple[int, int]] = []
+    biases: list[tuple[int, int]] = []
+    values: list[float] = []
+    for at in asked:
+        rules = table.rules[rows[at]]
+        history = token_ids[rows[at], : positions[at]]
+        bans += ((at, token_id) for token_id in completions(rules.bad_words, history))
+        if positions[at] < rules.min_position:
+            bans += ((at, token_id) for token_id in rules.stop_ids)
+        biases += ((at, token_id) for token_id in rules.bias)
+        values += rules.bias.values()
+    if bans:
+        logits[_pairs(bans, logits.device)] = -torch.inf
+    if biases:
+        logits[_pairs(biases, logits.device)] += torch.tensor(values).to(logits)
+
+
+def completions(words: Sequence[Sequence[int]], history: np.ndarray) -> list[int]:
+    """The last id of each word all of whose other ids end `history`."""
+    longest = max(map(len, words), default=1)
+    tail = history[max(0, len(history) - longest + 1) :].tolist()
+    return [w[-1] for w in words if tail[max(0, len(tail) - len(w) + 1) :] == list(w[:-1])]
+
+
+def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    at, ids = torch.tensor(pairs, device=device).T
+    return at, ids
