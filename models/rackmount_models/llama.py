@@ -30,8 +30,12 @@ class SelfAttention(nn.Module):
 class LlamaForCausalLM(CausalLM):
     """Biases as `attention_bias` and `mlp_bias` say."""
 
+    harmless = frozenset({"is_llama_config"})
+
     def __init__(self, c: ConfigReader) -> None:
         bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
+        if c.get("rope_interleaved", False):
+            raise c.error("rope_interleaved", "must be false for this architecture")
         ffn = Axis("ffn", c.intermediate_size)
 
         def make_block(index: int) -> Block:

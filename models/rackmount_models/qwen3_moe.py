@@ -13,7 +13,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     def __init__(self, c: ConfigReader) -> None:
         windows = sliding_windows(c, full_layers=0)
-        experts = Axis("experts", c.num_experts)
+        experts = Axis("experts", _num_experts(c))
         expert_ffn = Axis("expert_ffn", c.moe_intermediate_size)
         ffn = Axis("ffn", c.intermediate_size)
         routing = Routing(top_k=c.num_experts_per_tok, renormalize=c.norm_topk_prob)
@@ -28,3 +28,11 @@ class Qwen3MoeForCausalLM(CausalLM):
             return Block(c, SelfAttention(c, windows[index]), make_mlp(index))
 
         super().__init__(c, make_block)
+
+
+def _num_experts(c: ConfigReader) -> int:
+    """`num_experts`, which transformers 5 saves as `num_local_experts`."""
+    given, saved = c.get("num_experts"), c.get("num_local_experts")
+    if None not in (given, saved) and given != saved:
+        raise c.error("num_experts", f"disagrees with num_local_experts={saved}")
+    return c.num_experts if saved is None else saved

@@ -15,7 +15,7 @@ from rackmount_registry.errors import ConfigError, did_you_mean
 HARMLESS_BY_REASON = {
     "says what the model is and who saved it; used to find the architecture": """
         _commit_hash _name_or_path architectures auto_map is_encoder_decoder model_type
-        transformers_version""",
+        transformers.js_config transformers_version""",
     "read by the engine, for dtype, context length and stop ids": """
         bos_token_id dtype eos_token_id max_position_embeddings pad_token_id torch_dtype""",
     "read by the mount, for the quantization scheme": "quantization_config",

@@ -128,10 +128,11 @@ class CheckpointReader(Descriptor):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSource(Descriptor):
-    """Turns a model's name into a local path by `factory`: `fetch(target: str, report: Report) ->
-    Path`.
+    """Turns a model's name into a local path by `factory`: `fetch(target: str, report: Report, *,
+    weights: bool = True) -> Path`.
 
-    With an empty `factory` the source only names: its targets are looked up again among the other
+    Without `weights` the configuration is enough, and a source that can fetch it alone does. With
+    an empty `factory` the source only names: its targets are looked up again among the other
     sources. `Report` is `rackmount_registry.checkpoint.Report`.
     """
 

@@ -27,7 +27,8 @@ from rackmount_registry.plain import misfits, spell
 
 CONTRACT = "rackmount-registry"
 NAME = re.compile(r"[a-z0-9._-]+")
-PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
+PATH = re.compile(f"{DOTTED}:{DOTTED}")
 
 
 @dataclass(frozen=True, kw_only=True)

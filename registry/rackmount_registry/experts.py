@@ -4,7 +4,6 @@ Shapes: T tokens, H hidden size, K experts per token, E experts of this rank, I 
 rank.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -67,7 +66,6 @@ class DispatchContext:
     local_experts: Cut
     group: Group
     """Ranks that split the experts."""
-    options: Mapping[str, Any] | None = None
 
 
 class TokenDispatcher(Protocol):

@@ -55,8 +55,8 @@ BROUGHT_BY = {
 }
 """Kind -> distribution that holds the usual parts of it: where to look for what is not mounted."""
 
-BANDS = tuple(reversed(get_args(Band)))
-"""In the order of `auto`: vendor, portable, reference."""
+BANDS: tuple[Band, ...] = ("vendor", "portable", "reference")
+"""In the order of `auto`."""
 
 D = TypeVar("D", bound=Descriptor)
 D_co = TypeVar("D_co", bound=Descriptor, covariant=True)
@@ -176,10 +176,12 @@ def import_attribute(path: str, whole: str) -> Any:
 
 
 def by_name(offer: Offer[Descriptor]) -> tuple[str, ...]:
+    """Keys of a look-up by name."""
     return (offer.name,)
 
 
 def by_claim(offer: Offer[Descriptor]) -> tuple[str, ...]:
+    """Keys of a look-up by claim."""
     return offer.claims
 
 

@@ -85,7 +85,7 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     weights float32 [T, K]."""
     scores = torch.softmax(_wide(logits), -1)
     # A stable sort, since topk leaves the order of ties open.
-    ids = torch.sort(scores, -1, descending=True, stable=True).indices[:, : routing.top_k]
+    ids = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
     weights = scores.gather(-1, ids)
     if routing.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)

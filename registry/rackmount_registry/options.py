@@ -8,6 +8,9 @@ from rackmount_registry.errors import ConfigError, PluginError, did_you_mean
 from rackmount_registry.offers import KINDS, Offer, import_attribute
 from rackmount_registry.plain import parse, spell
 
+GivenOptions = Mapping[tuple[str, str], Mapping[str, str]]
+"""(kind, name) -> key -> text."""
+
 
 def parse_options(
     strings: Iterable[str], offers: Iterable[Offer[Any]]
@@ -61,8 +64,9 @@ def build_options(offer: Offer[Any], given: Mapping[str, str]) -> object | None:
             raise ConfigError(f"{part} takes no options, got {', '.join(sorted(given))}")
         return None
     cls = import_attribute(offer.descriptor.options, part)
-    if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
-        raise PluginError(f"options of {part}: {cls!r} is not a dataclass")
+    params = getattr(cls, "__dataclass_params__", None)
+    if not (isinstance(cls, type) and params and params.frozen):
+        raise PluginError(f"options of {part}: {cls!r} is not a frozen dataclass")
     fields = {field.name: field for field in dataclasses.fields(cls)}
     hints = get_type_hints(cls)
     values = {}
@@ -78,9 +82,38 @@ def build_options(offer: Offer[Any], given: Mapping[str, str]) -> object | None:
         if key not in values and default == (dataclasses.MISSING, dataclasses.MISSING):
             raise ConfigError(f"option {part}.{key} ({spell(hints[key])}) must be given")
     try:
-        return cls(**values)
+        options: object = cls(**values)
     except ValueError as error:
         raise ConfigError(f"options of {part}: {error}") from error
+    return options
+
+
+def instantiate(offer: Offer[Any], given: GivenOptions, *arguments: Any) -> Any:
+    """The part itself: its factory called with `arguments`, and with `options=` where it has any.
+
+    Args:
+        given: options of all parts, as `parse_options` gives them.
+
+    Raises:
+        ConfigError, PluginError: see `build_options` and `Offer.load`.
+    """
+    options = build_options(offer, given.get((offer.descriptor.kind, offer.name), {}))
+    factory = offer.load()
+    return factory(*arguments) if options is None else factory(*arguments, options=options)
+
+
+def check_options(given: GivenOptions, chosen: Iterable[Offer[Any]]) -> None:
+    """Holds options against the parts that were chosen, before any of them is made.
+
+    Raises:
+        ConfigError: options that a part does not take, or for a part that was not chosen.
+    """
+    parts = {(offer.descriptor.kind, offer.name): offer for offer in chosen}
+    for (kind, name), values in given.items():
+        if (kind, name) not in parts:
+            names = ", ".join(sorted(f"{kind}.{name}" for kind, name in parts))
+            raise ConfigError(f"options for {kind}.{name}, which is not chosen; chosen: {names}")
+        build_options(parts[kind, name], values)
 
 
 def _parse(name: str, text: str, annotation: object) -> object:

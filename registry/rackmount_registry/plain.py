@@ -89,8 +89,10 @@ def parse(text: str, annotation: Any) -> Any:
     if origin in (Union, UnionType):
         if NoneType in args and text.lower() == "none":
             return None
-        (annotation,) = (arg for arg in args if arg is not NoneType)  # `X | None` alone is plain
-        return parse(text, annotation)
+        arms = [arg for arg in args if arg is not NoneType]
+        if len(arms) > 1:
+            raise TypeError
+        return parse(text, arms[0])
     if origin is Literal:
         return {str(arg): arg for arg in args}[text]
     if origin is tuple and args[1:] == (Ellipsis,):

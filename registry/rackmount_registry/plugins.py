@@ -82,6 +82,17 @@ class PluginManager:
                 )
         return cls(offers, broken)
 
+    def __add__(self, other: "PluginManager") -> "PluginManager":
+        """Both side by side, as to mount a plugin of one's own beside the installed ones.
+
+        Raises:
+            PluginError: a distribution offers parts in both.
+        """
+        mine, theirs = ({o.distribution for o in side._offers} for side in (self, other))
+        if both := ", ".join(sorted(mine & theirs)):
+            raise PluginError(f"two managers hold parts of one distribution: {both}")
+        return PluginManager(self._offers + other._offers, self.broken + other.broken)
+
     @overload
     def offers(self, kind: type[D]) -> tuple[Offer[D], ...]: ...
     @overload

@@ -47,8 +47,12 @@ class ReferenceStep:
 
     def attend(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = layer.rotate(q, k)
-        parts = [t.split(self._lengths) for t in (q, k, v)]
-        outs = [attend_causally(*each, layer.params) for each in zip(*parts, strict=True)]
+        outs = [
+            attend_causally(each_q, each_k, each_v, layer.params)
+            for each_q, each_k, each_v in zip(
+                *(torch.split(t, self._lengths) for t in (q, k, v)), strict=True
+            )
+        ]
         return torch.cat(outs) if outs else q
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from rackmount_registry.checkpoint import Checkpoint, Report, silent
+from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
 from rackmount_registry.errors import CheckpointError
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
@@ -25,7 +25,8 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     before all of that is known to hold.
 
     Raises:
-        CheckpointError: missing, extra or misshapen tensors, by name and file.
+        CheckpointError: missing, extra or misshapen tensors, or integers where the model has
+            floats; by name and file.
     """
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
@@ -67,11 +68,12 @@ def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) ->
 def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> None:
     """Every tensor of the checkpoint against every piece of the model."""
     model, sockets = draft.model, draft.sockets
-    wanted: dict[str, Piece] = {}
+    wanted: dict[str, tuple[Piece, Storage]] = {}
     for storage in storages:
         for piece in storage.pieces:
-            assert piece.name not in wanted, f"{piece.name} is claimed twice"
-            wanted[piece.name] = piece
+            if piece.name in wanted:
+                raise CheckpointError(f"{type(model).__name__} stores {piece.name} in two sockets")
+            wanted[piece.name] = piece, storage
     missing = sorted(wanted.keys() - checkpoint.tensors.keys())
     if missing:
         files = sorted({info.file for info in checkpoint.tensors.values()})
@@ -92,19 +94,35 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> N
             f"{len(unknown)} tensors of the checkpoint are neither used by {type(model).__name__} "
             f"nor ignored by one of its rules: {_listed(unknown)}"
         )
-    for name, piece in wanted.items():
-        info = checkpoint.tensors[name]
-        if info.shape != piece.shape and not (info.shape == () and piece.shape == (1,)):
-            raise CheckpointError(
-                f"{name} in {info.file} has shape {list(info.shape)}, "
-                f"the model needs {list(piece.shape)}"
-            )
+    for name, (piece, storage) in wanted.items():
+        _check(name, checkpoint.tensors[name], piece, storage.dtype)
+
+
+def _check(name: str, info: TensorInfo, piece: Piece, dtype: str | None) -> None:
+    """One tensor against its place: equal shape, and no change between integers and floats."""
+    if info.shape != piece.shape and not (info.shape == () and piece.shape == (1,)):
+        raise CheckpointError(
+            f"{name} in {info.file} has shape {list(info.shape)}, "
+            f"the model needs {list(piece.shape)}"
+        )
+    if info.dtype != dtype and (_is_integral(info.dtype) or _is_integral(dtype)):
+        raise CheckpointError(
+            f"{name} in {info.file} is {info.dtype}, "
+            f"the model needs {dtype or 'a floating point type'}"
+        )
+
+
+def _is_integral(dtype: str | None) -> bool:
+    """Whether `dtype` names an integer type of torch; a reader's own formats decode to floats."""
+    known = getattr(torch, dtype or "", None)
+    return isinstance(known, torch.dtype) and not known.is_floating_point
 
 
 def _read(checkpoint: Checkpoint, piece: Piece, storage: Storage) -> int:
     """Copies one piece and returns the bytes read."""
     target = storage.tensor[piece.where]
-    data = checkpoint.read(piece.name, piece.index)
+    scalar = not checkpoint.tensors[piece.name].shape
+    data = checkpoint.read(piece.name, None if scalar else piece.index)
     target.copy_(data.reshape(target.shape))
     return data.nbytes
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from rackmount_registry.axes import Group
 from rackmount_registry.nn.norm import Norm
+from rackmount_registry.nn.param import Param
 from rackmount_registry.nn.socket import Socket, reduce_over
 
 
@@ -40,18 +41,28 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     graph = SocketTracer().trace(model)
     traced = fx.GraphModule(model, graph)
     for number, node in enumerate(list(graph.nodes)):
-        if node.op == "call_function" and node.target in (operator.add, operator.iadd):
-            norm = _first_norm(traced, node)
-            if norm is not None and all(isinstance(arg, fx.Node) for arg in node.args):
-                _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
+        if _adds_rows(traced, node) and (norm := _first_norm(traced, node)) is not None:
+            _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
     graph.lint()
     traced.recompile()
     return traced
 
 
+def _adds_rows(traced: fx.GraphModule, node: fx.Node) -> bool:
+    """Whether `node` is a sum of two activations; `x += y` is traced as one too."""
+    if node.op != "call_function" or node.target is not operator.add:
+        return False
+    return all(
+        isinstance(arg, fx.Node)
+        and arg.op != "get_attr"
+        and not isinstance(_module(traced, arg), Param)
+        for arg in node.args
+    )
+
+
 def _first_norm(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     for user in node.users:
-        if isinstance(_module(traced, user), Norm):
+        if type(_module(traced, user)) is Norm:  # a subclass may compute something else
             return user
     return None
 
@@ -85,6 +96,10 @@ def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, nam
 
 
 def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
-    """Whether `node` is a socket's share of a sum that nobody but `add` reads."""
+    """Whether `node` is a socket's share of a sum that `add` alone reads, and once. `deferred`
+    holds for every call of the socket, so this must be its only one."""
     producer = _module(traced, node)
-    return isinstance(producer, Socket) and bool(producer.pending) and set(node.users) == {add}
+    if not isinstance(producer, Socket) or not producer.pending:
+        return False
+    calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
+    return len(calls) == 1 and set(node.users) == {add} and add.args.count(node) == 1

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from types import MappingProxyType
 from typing import Any, cast
 
 from rackmount_registry.capabilities import Demand
@@ -12,7 +14,9 @@ from rackmount_registry.experts import DispatchContext, ExpertKernel
 from rackmount_registry.experts import TokenDispatcher as TokenDispatcherPart
 from rackmount_registry.formats import LinearKernel
 from rackmount_registry.mount.draft import Draft
+from rackmount_registry.offers import Offer
 from rackmount_registry.ops import OPS, Ops
+from rackmount_registry.options import GivenOptions, instantiate
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import Choice, ExpertsChoice, choose, choose_experts, choose_ops
 
@@ -28,7 +32,17 @@ class PartsChoice:
     experts: Mapping[str, ExpertsChoice]
     """By weight format of the bundle."""
 
-    def load(self) -> "Parts":
+    def offers(self) -> list[Offer[Any]]:
+        """Every part that was chosen."""
+        single = [*self.ops.values(), *self.linear.values()]
+        pairs = self.experts.values()
+        return [
+            *(choice.winner for choice in single if choice.winner is not None),
+            *(choice.kernel for choice in pairs),
+            *(choice.dispatcher for choice in pairs),
+        ]
+
+    def load(self, options: GivenOptions = MappingProxyType({})) -> "Parts":
         """Imports what was chosen.
 
         Raises:
@@ -40,9 +54,14 @@ class PartsChoice:
             ops=cast(
                 Ops, _Namespace({op: getattr(module, op) for op, module in namespaces.items()})
             ),
-            kernels={form: choice.require().load()() for form, choice in self.linear.items()},
+            kernels={
+                form: instantiate(choice.require(), options) for form, choice in self.linear.items()
+            },
             expert_parts={
-                form: (choice.kernel.load(), choice.dispatcher.load())
+                form: (
+                    partial(instantiate, choice.kernel, options),
+                    partial(instantiate, choice.dispatcher, options),
+                )
                 for form, choice in self.experts.items()
             },
         )
@@ -96,7 +115,12 @@ def select_parts(
     kernels = manager.offers(LinearKernelDescriptor.kind)
     return PartsChoice(
         ops=choose_ops(
-            manager.offers(OpSet.kind), demand, OPS, asked.get(OpSet.kind, "auto"), opted_in
+            manager.offers(OpSet.kind),
+            demand,
+            OPS,
+            asked.get(OpSet.kind, "auto"),
+            opted_in,
+            manager.broken,
         ),
         linear={
             form: choose(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rackmount_registry.attention import AttentionParams, CacheSpec
 from rackmount_registry.axes import Axis
+from rackmount_registry.errors import ConfigError
 from rackmount_registry.nn.rotary import Rotary
 from rackmount_registry.nn.socket import Binding, Socket, Survey
 from rackmount_registry.nn.storage import Storage, vector
@@ -60,6 +61,11 @@ class Attention(Socket):
 
     def survey(self, survey: Survey) -> None:
         mesh, size = survey.mesh, self.heads.width
+        if mesh.group(self.heads) != mesh.group(self.kv_heads):
+            raise ConfigError(
+                f"{self.path}: query heads and KV heads must be split by one group of ranks, or "
+                "none: a query head would miss its KV head"
+            )
         self.params = AttentionParams(
             num_heads=mesh.cut(self.heads).size // size,
             num_kv_heads=mesh.cut(self.kv_heads).size // size,
@@ -81,9 +87,7 @@ class Attention(Socket):
 
     def bind(self, binding: Binding) -> None:
         self.ops, self.step = binding.ops, binding.step
-        self.table = (
-            self.rope.table(binding.max_positions).to(binding.device) if self.rope else None
-        )
+        self.table = binding.rope_table(self.rope) if self.rope else None
 
     def storages(self) -> Iterator[Storage]:
         if self.norms is not None:

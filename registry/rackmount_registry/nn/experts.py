@@ -14,6 +14,7 @@ from rackmount_registry.experts import (
     Routing,
     TokenDispatcher,
 )
+from rackmount_registry.formats import StoredFormat
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, StoredWeight
@@ -51,15 +52,22 @@ class Experts(Socket):
             e for e in range(self.experts.count) if not self.local.start <= e < self.local.stop
         ]
         names = [f"{self.path}.experts.{e}" for e in range(self.local.start, self.local.stop)]
-        self.gate_up = self._bundle(
-            survey, [[f"{name}.gate_proj", f"{name}.up_proj"] for name in names], True
-        )
-        self.down = self._bundle(survey, [[f"{name}.down_proj"] for name in names], False)
+        wide, narrow = (self.ffn, self.hidden), (self.hidden, self.ffn)
+        gate_up = [
+            [
+                LinearPart(f"{name}.{part}", *wide, role="expert")
+                for part in ("gate_proj", "up_proj")
+            ]
+            for name in names
+        ]
+        down = [[LinearPart(f"{name}.down_proj", *narrow, role="expert")] for name in names]
+        stored = self._common_format(survey, gate_up + down)
+        self.gate_up = StoredWeight(gate_up, stored, mesh, stacked=True)
+        self.down = StoredWeight(down, stored, mesh, stacked=True)
         self.mesh = mesh
 
-    def _bundle(self, survey: Survey, names: list[list[str]], widening: bool) -> StoredWeight:
-        out, into = (self.ffn, self.hidden) if widening else (self.hidden, self.ffn)
-        bundle = [[LinearPart(name, out, into, "expert") for name in parts] for parts in names]
+    def _common_format(self, survey: Survey, bundle: list[list[LinearPart]]) -> StoredFormat:
+        """The one format of all experts: one kernel runs both products."""
         formats = {
             survey.format_of(part.name, part.shape, part.role) for parts in bundle for part in parts
         }
@@ -68,7 +76,7 @@ class Experts(Socket):
             raise ConfigError(
                 f"{self.path}: the experts of a layer must share one format, not {listed}"
             )
-        return StoredWeight(bundle, formats.pop(), survey.mesh, stacked=True)
+        return formats.pop()
 
     def weights(self) -> Iterator[StoredWeight]:
         yield self.gate.weight

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rackmount_registry.axes import Axis, Mesh
+from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import LinearKernel, StoredFormat
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, Piece, Storage, StoredWeight, fusable, vector
@@ -90,8 +91,11 @@ class MergedLinear(Socket):
         self.gemms = [
             Gemm(at, parts, stored, survey, self.bias) for stored, at, parts in groups.values()
         ]
-        self.pending = splitting(survey.mesh, self.in_extent)
-        assert not self.pending, "a merged projection of a split input has no reduction"
+        if splitting(survey.mesh, self.in_extent):
+            raise ConfigError(
+                f"{self.path}: a merged projection takes a whole input; use a Linear for each of "
+                f"{', '.join(self.parts)}"
+            )
 
     def bind(self, binding: Binding) -> None:
         for gemm in self.gemms:

@@ -2,7 +2,7 @@
 fills."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from rackmount_registry.axes import Axis, Group, Mesh
 from rackmount_registry.experts import DispatchContext, ExpertKernel, TokenDispatcher
 from rackmount_registry.formats import LinearKernel, Role, StoredFormat
+from rackmount_registry.nn.rotary import Rotary
 from rackmount_registry.nn.storage import Storage, StoredWeight
 from rackmount_registry.ops import Ops
 from rackmount_registry.step import Step
@@ -42,6 +43,13 @@ class Binding:
     """Kernel and dispatcher for the weight format of an experts' bundle."""
     max_positions: int
     device: torch.device
+    _tables: dict[Rotary, Tensor] = field(default_factory=dict, init=False)
+
+    def rope_table(self, rope: Rotary) -> Tensor:
+        """The table of `rope` on the device; layers of equal rope share it."""
+        if rope not in self._tables:
+            self._tables[rope] = rope.table(self.max_positions).to(self.device)
+        return self._tables[rope]
 
 
 class Socket(nn.Module):

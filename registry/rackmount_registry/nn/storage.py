@@ -1,6 +1,6 @@
 """Storage: a tensor of this rank, and the pieces of checkpoint tensors that fill it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -163,8 +163,3 @@ def _cut(part: LinearPart, dim: Dim, mesh: Mesh) -> tuple[int, Cut]:
             "its format needs"
         )
     return whole, Cut(cut.start // dim.per, -(-cut.stop // dim.per))
-
-
-def all_storages(weights: Mapping[str, Storage] | Sequence[Storage]) -> Iterator[Storage]:
-    """The storages of a mapping or sequence."""
-    yield from weights.values() if isinstance(weights, Mapping) else weights

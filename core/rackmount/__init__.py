@@ -1,0 +1,46 @@
+"""rackmount: a plugin-based runtime for mixture-of-experts and quantized language models."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rackmount.engine.engine import Engine
+    from rackmount.engine.outputs import Completion, RequestOutput, TextChunk
+    from rackmount.execution.batch import PersistentBatch
+    from rackmount.sampling.params import SamplingParams
+    from rackmount.scheduling.config import SchedulerConfig
+    from rackmount.scheduling.request import Request
+    from rackmount.scheduling.scheduler import Scheduler
+
+__all__ = [
+    "Completion",
+    "Engine",
+    "PersistentBatch",
+    "Request",
+    "RequestOutput",
+    "SamplingParams",
+    "Scheduler",
+    "SchedulerConfig",
+    "TextChunk",
+]
+
+_HOMES = {
+    "Completion": "rackmount.engine.outputs",
+    "Engine": "rackmount.engine.engine",
+    "PersistentBatch": "rackmount.execution.batch",
+    "Request": "rackmount.scheduling.request",
+    "RequestOutput": "rackmount.engine.outputs",
+    "SamplingParams": "rackmount.sampling.params",
+    "Scheduler": "rackmount.scheduling.scheduler",
+    "SchedulerConfig": "rackmount.scheduling.config",
+    "TextChunk": "rackmount.engine.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Public names are imported on first use, so that importing a light module of this package
+    stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

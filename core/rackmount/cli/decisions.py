@@ -1,0 +1,90 @@
+"""The choices of a rack, kind by kind, as reports show them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rackmount.rack import Rack
+from rackmount_registry.offers import Offer
+from rackmount_registry.plugins import PluginManager
+from rackmount_registry.selection import (
+    AttentionChoice,
+    Candidate,
+    Choice,
+    ExpertsChoice,
+    PairCandidate,
+    Refusal,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Which part serves one use of a kind, and all that were weighed."""
+
+    kind: str
+    use: str
+    """A weight format, operations, or empty where a kind has one use."""
+    winner: str | None
+    """None: nothing fits."""
+    why: str
+    candidates: tuple[Candidate | PairCandidate, ...]
+
+    def __str__(self) -> str:
+        use = f" for {self.use}" if self.use else ""
+        return f"{self.kind}{use}: {self.winner or 'NONE'}, {self.why}"
+
+
+def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
+    """Every choice of `rack`, in the order of the mount."""
+    parts, attention = rack.parts, rack.attention
+    yield _claimed("architecture", rack.architecture, manager)
+    yield _claimed("quantization_scheme", rack.scheme, manager)
+    by_op = [(op, _chosen("op_set", "", [it.winner], it)) for op, it in parts.ops.items()]
+    for alike in dict.fromkeys(decision for _, decision in by_op):
+        yield replace(alike, use=", ".join(op for op, decision in by_op if decision == alike))
+    for form, choice in parts.linear.items():
+        yield _chosen("linear_kernel", form, [choice.winner], choice)
+    for form, pair in parts.experts.items():
+        yield _chosen(
+            "expert_kernel + token_dispatcher", form, [pair.kernel, pair.dispatcher], pair
+        )
+    yield _chosen("attention_backend", "", [attention.prefill, attention.decode], attention)
+
+
+def _chosen(
+    kind: str,
+    use: str,
+    winners: Sequence[Offer[Any] | None],
+    choice: Choice[Any] | AttentionChoice | ExpertsChoice,
+) -> Decision:
+    names = dict.fromkeys(_with_origin(offer) for offer in winners if offer is not None)
+    winner = " + ".join(names) or None
+    return Decision(kind=kind, use=use, winner=winner, why=choice.why, candidates=choice.candidates)
+
+
+def _claimed(kind: str, winner: Offer[Any] | None, manager: PluginManager) -> Decision:
+    """A part that config.json asks for, by a name that the part claims."""
+    candidates = []
+    for offer in manager.offers(kind):
+        claims = f"claims {', '.join(offer.claims)}"
+        candidates.append(
+            Candidate(
+                name=offer.name,
+                distribution=offer.distribution,
+                version=offer.version,
+                band="",
+                accepted=offer == winner,
+                refusals=() if offer == winner else (Refusal(row=None, reasons=(claims,)),),
+            )
+        )
+    return Decision(
+        kind=kind,
+        use="",
+        winner=_with_origin(winner) if winner else "none",
+        why="as config.json says",
+        candidates=tuple(candidates),
+    )
+
+
+def _with_origin(offer: Offer[Any]) -> str:
+    return f"{offer.name} ({offer.distribution} {offer.version})"

@@ -1,0 +1,118 @@
+"""`rackmount explain`: what would be mounted and why, without weights and without a GPU."""
+
+import json
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from rackmount.cli.decisions import Decision, decisions
+from rackmount.cli.options import AsJson, EngineOptions, Model, unfold
+from rackmount.cli.progress import progress
+from rackmount.cli.report import capacity, dtype_name, full_requests, headline, size
+from rackmount.config import DTYPES, EngineConfig
+from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.loading.locate import locate, read_config
+from rackmount.rack import Rack, draft_rack
+from rackmount_registry.errors import ConfigError, SelectionError
+from rackmount_registry.plain import as_plain
+from rackmount_registry.plugins import PluginManager
+
+
+@unfold
+def explain(
+    ctx: typer.Context,
+    model: Model,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0, help="Memory to count with, instead of what is free.")
+    ] = None,
+    as_json: AsJson = False,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Show what would be mounted for MODEL, what refuses the rest, and what memory would hold.
+
+    MODEL may be a config.json, or a folder with nothing else. Ends with 2 where nothing fits.
+    """
+    manager: PluginManager = ctx.obj
+    config = EngineConfig.create(model=model, **engine.arguments())
+    with progress() as report:
+        path = locate(model, manager, report, weights=False)
+    try:
+        rack = draft_rack(config, read_config(path, manager), manager)
+    except SelectionError as error:
+        failure = {"error": str(error), "candidates": as_plain(error.candidates)}
+        _print(as_json, failure, _weighed(error.candidates))
+        raise
+    made = list(decisions(rack, manager))
+    memory = free_bytes(rack.device) if memory_gib is None else int(memory_gib * 2**30)
+    figures = {"decisions": as_plain(made)} | _figures(rack, memory)
+    _print(as_json, figures, _lines(rack, made, memory))
+    if any(decision.winner is None for decision in made):
+        raise typer.Exit(2)
+
+
+def _print(as_json: bool, plain: dict[str, Any], lines: Iterable[str]) -> None:
+    for line in [json.dumps(plain, indent=2)] if as_json else lines:
+        typer.echo(line)
+
+
+def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str]:
+    yield headline(rack)
+    for decision in made:
+        yield f"\n{decision}"
+        yield from _weighed(decision.candidates)
+    yield f"\nweights: {size(rack.draft.weight_bytes)}"
+    by_dtype = _kv_bytes_per_token(rack)
+    own = dtype_name(rack.dtype)
+    others = ", ".join(f"{size(by_dtype[name])} in {name}" for name in by_dtype if name != own)
+    yield f"KV per token: {size(by_dtype[own])} in {own} ({others})"
+    num_blocks, problem = _fitting_blocks(rack, memory)
+    yield from [f"KV cache: {problem}"] if num_blocks is None else capacity(rack, num_blocks)
+
+
+def _weighed(candidates: Iterable[Any]) -> list[str]:
+    """A line for each verdict; pairs that one part spoils share theirs."""
+    verdicts = {True: "accepted", False: "refused "}
+    lines = (f"  {verdicts[it.accepted]}  {it}".removesuffix(": fits") for it in candidates)
+    return list(dict.fromkeys(lines))
+
+
+def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
+    num_blocks, problem = _fitting_blocks(rack, memory)
+    return {
+        "model": str(rack.config.model),
+        "device": str(rack.device),
+        "dtype": dtype_name(rack.dtype),
+        "max_model_len": rack.max_model_len,
+        "block_size": rack.block_size,
+        "weight_bytes": rack.draft.weight_bytes,
+        "kv_bytes_per_token": _kv_bytes_per_token(rack),
+        "memory_bytes": memory,
+        "num_kv_blocks": num_blocks,
+        "num_kv_tokens": None if num_blocks is None else num_blocks * rack.block_size,
+        "max_full_requests": None if num_blocks is None else full_requests(rack, num_blocks),
+        "problem": problem,
+    }
+
+
+def _kv_bytes_per_token(rack: Rack) -> dict[str, int]:
+    """By dtype of the cache."""
+    names = [name for name in DTYPES if name != "auto"]
+    specs = {name: rack.draft.cache_specs(getattr(torch, name)) for name in names}
+    return {name: sum(spec.bytes_per_token for spec in specs[name]) for name in names}
+
+
+def _fitting_blocks(rack: Rack, memory: int | None) -> tuple[int | None, str | None]:
+    """Blocks that fit into `memory` beside the weights; or None, and why."""
+    config, weights = rack.config, rack.draft.weight_bytes
+    if memory is None and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
+        return None, f"{rack.device} is not here; --memory-gib says how much memory to count with"
+    if memory is not None and memory < weights:
+        return None, f"the weights take {size(weights)}, and {size(memory)} are there"
+    free = 0 if memory is None else memory - weights
+    try:
+        return num_kv_blocks(rack, free), None
+    except ConfigError as error:
+        return None, str(error)

@@ -1,0 +1,60 @@
+"""What a started engine says of itself, and the words that `explain` shares with it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rackmount.cli.decisions import decisions
+from rackmount.rack import Rack
+
+if TYPE_CHECKING:
+    from rackmount.engine.engine import Engine
+
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
+
+
+def startup_report(engine: "Engine") -> list[str]:
+    """What was mounted and why, and what the memory holds; a line each."""
+    rack, worker = engine.rack, engine.core.worker
+    return [
+        headline(rack),
+        *map(str, decisions(rack, engine.manager)),
+        f"weights: {size(rack.draft.weight_bytes)} ({size(worker.weight_bytes_read)} read)",
+        f"KV memory: {size(worker.kv_bytes)}",
+        *capacity(rack, worker.num_kv_blocks),
+    ]
+
+
+def headline(rack: Rack) -> str:
+    """The model and how it runs."""
+    return f"{rack.config.model} in {dtype_name(rack.dtype)} on {rack.device}"
+
+
+def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:
+    """What so many blocks are good for."""
+    num_tokens, length = num_kv_blocks * rack.block_size, rack.max_model_len
+    most = full_requests(rack, num_kv_blocks)
+    return [
+        f"KV cache: {num_tokens} tokens ({num_kv_blocks} blocks of {rack.block_size})",
+        f"at most {most} requests of {length} tokens"
+        if most
+        else f"no request of the full {length} tokens fits",
+    ]
+
+
+def full_requests(rack: Rack, num_kv_blocks: int) -> int:
+    """Most requests at once that all reach the full length."""
+    return min(num_kv_blocks // rack.blocks_per_sequence, rack.config.max_num_seqs)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a user writes it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in binary units with one digit after the point, if any."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent + 1 < len(UNITS):
+        num_bytes, exponent = num_bytes / 1024, exponent + 1
+    return f"{num_bytes:.1f}".removesuffix(".0") + f" {UNITS[exponent]}"

@@ -1,0 +1,98 @@
+"""`rackmount run`: answers a prompt, line after line, or a conversation."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from rackmount.cli.answer import Answer, answer
+from rackmount.cli.options import AsJson, EngineOptions, Model, SamplingOptions, unfold
+from rackmount.cli.progress import progress
+from rackmount.cli.report import startup_report
+from rackmount.engine.engine import Engine
+from rackmount.sampling.params import SamplingParams
+from rackmount.text.prompts import Prompt
+
+
+@unfold
+def run(
+    ctx: typer.Context,
+    model: Model,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(help="Without it: each line of stdin, until /exit.", show_default=False),
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Hold a conversation, by the model's chat template.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message of the conversation.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+    *,
+    sampling: SamplingOptions,
+    engine: EngineOptions,
+) -> None:
+    """Answer PROMPT, or what is typed."""
+    if system is not None and not chat:
+        raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    given = sampling.given()
+    SamplingParams(**given)  # a bad value is to end here, not after minutes of loading
+    with progress() as report:
+        mounted = Engine(model, manager=ctx.obj, report=report, **engine.arguments())
+    with mounted:
+        typer.echo("\n".join(startup_report(mounted)), err=True)
+        params = replace(mounted.default_sampling_params, **given)
+        messages = [] if system is None else [{"role": "system", "content": system}]
+        for line in _typed(as_json) if prompt is None else [prompt]:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                said = _answer(mounted, asked if chat else line, params, as_json)
+            except ValueError as error:
+                if prompt is not None:
+                    raise
+                if as_json:  # a line for each line
+                    typer.echo(json.dumps({"error": str(error)}, ensure_ascii=False))
+                typer.echo(f"error: {error}", err=True)
+                continue
+            messages = [*asked, {"role": "assistant", "content": said.text}]
+            if prompt is not None and said.finish_reason == "error":
+                raise typer.Exit(1)
+
+
+def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: bool) -> Answer:
+    """Prints an answer, then its figures."""
+    said = answer(engine, prompt, params, _discard if as_json else _write)
+    typer.echo(json.dumps(said.as_plain(), ensure_ascii=False) if as_json else "")
+    typer.echo(str(said), err=True)
+    return said
+
+
+def _typed(as_json: bool) -> Iterator[str]:
+    """Lines of stdin that are not blank, up to its end or /exit."""
+    by_hand = sys.stdin.isatty() and sys.stdout.isatty() and not as_json
+    if by_hand:
+        with suppress(ImportError):  # absent on Windows, where the console itself edits lines
+            import readline  # noqa: F401  # gives `input` editing and history
+    while True:
+        try:
+            line = input("> " if by_hand else "")
+        except EOFError:
+            return
+        if line.strip() == "/exit":
+            return
+        if line.strip():
+            yield line
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _discard(text: str) -> None:
+    """For answers that are printed whole."""

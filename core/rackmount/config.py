@@ -1,0 +1,113 @@
+"""What an engine is asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Self
+
+from rackmount_registry.errors import ConfigError, did_you_mean
+
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+POLICIES = ("fcfs", "priority")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Arguments of `Engine`, as given; None and "auto" are resolved when the rack is drafted."""
+
+    model: str | Path
+    """An alias, a hub id, or a path to a folder or file."""
+    backend: str = "auto"
+    """Attention backend."""
+    dtype: str = "auto"
+    """Of weights and activations; "auto" is the checkpoint's own."""
+    device: str = "auto"
+    """"cpu", "cuda" or "cuda:N"; "auto" is the first GPU, else the CPU."""
+    max_model_len: int | None = None
+    """Longest sequence, prompt and output together; None is what the model claims to know."""
+    num_kv_blocks: int | None = None
+    """Blocks of the KV pool; None is what `kv_cache_memory_bytes` holds."""
+    kv_cache_memory_bytes: int | None = None
+    """None is a share of the free memory, and no more than all sequences at full length need."""
+    block_size: int | None = None
+    """Tokens per KV block; None is the backend's preference."""
+    max_num_seqs: int = 256
+    """Most requests in one step."""
+    max_num_batched_tokens: int = 2048
+    """Token budget of one step."""
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one prompt in a step; 0 leaves that to the budget."""
+    scheduling_policy: str = "fcfs"
+    """"fcfs", or "priority": lower numbers first."""
+    enable_prefix_caching: bool = True
+    seed: int = 0
+    """Where the seeds of requests without one come from."""
+    quantization: str | None = None
+    """Quantization scheme; None is what the checkpoint says."""
+    expert_kernel: str = "auto"
+    linear_kernel: str = "auto"
+    op_set: str = "auto"
+    token_dispatcher: str = "auto"
+    auto_plugins: tuple[str, ...] = ()
+    """Distributions outside the project whose parts "auto" may choose."""
+    plugin_config: tuple[str, ...] = ()
+    """Options of parts, each "kind.name.key=value"."""
+    trust_remote_code: bool = False
+    """Run code that comes with a checkpoint (its tokenizer's)."""
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+
+    @classmethod
+    def create(cls, **given: Any) -> Self:
+        """From keyword arguments.
+
+        Raises:
+            TypeError: an unknown keyword; the nearest legal one is named.
+            ConfigError: a value out of range.
+        """
+        legal = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in legal:
+                raise TypeError(
+                    f"Engine got an unknown argument {name!r}{did_you_mean(name, legal)}; "
+                    f"legal are {', '.join(legal)}"
+                )
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name in ("max_num_seqs", "max_num_batched_tokens", "tp", "dp", "ep"):
+            _positive(name, getattr(self, name))
+        for name in ("long_prefill_token_threshold", "seed"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        for name in ("tp", "dp", "ep"):
+            if getattr(self, name) != 1:
+                raise ConfigError(
+                    f"{name}={getattr(self, name)} needs more than one rank, and no multi-rank "
+                    f"executor is mounted; choose {name}=1"
+                )
+
+    @property
+    def requested_parts(self) -> Mapping[str, str]:
+        """Kind -> name asked for, of the parts that the mount chooses."""
+        kinds = ("expert_kernel", "linear_kernel", "op_set", "token_dispatcher")
+        return {kind: getattr(self, kind) for kind in kinds}
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise ConfigError(
+            f"{name}={value!r}{did_you_mean(str(value), legal)} must be one of {', '.join(legal)}"
+        )

@@ -1,0 +1,106 @@
+"""The engine core: scheduler and worker, step by step, in token ids alone."""
+
+from dataclasses import dataclass
+
+from rackmount.execution.worker import StepResult, Worker
+from rackmount.rack import Rack
+from rackmount.sampling.request import TokenLogprobs
+from rackmount.scheduling.config import SchedulerConfig
+from rackmount.scheduling.request import FinishReason, Request
+from rackmount.scheduling.scheduler import Scheduler
+from rackmount.scheduling.step_output import SchedulerStats, StepOutput
+from rackmount_registry.checkpoint import Checkpoint, Report
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """What a step did for one request."""
+
+    request_id: str
+    token_id: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[int, list[TokenLogprobs]] | None = None
+    """Position of the first prompt token that they are of, and one for each from there."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+
+class EngineCore:
+    """Schedules, executes, updates. One call of `step` is one forward of the model."""
+
+    def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
+        self.worker = Worker(rack, checkpoint, report)
+        config = rack.config
+        self.scheduler = Scheduler(
+            SchedulerConfig(
+                num_blocks=self.worker.num_kv_blocks,
+                block_size=rack.block_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=rack.max_model_len,
+                vocab_size=rack.draft.vocab_size,
+                long_prefill_token_threshold=config.long_prefill_token_threshold,
+                policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+                enable_prefix_caching=config.enable_prefix_caching,
+            )
+        )
+        self._lost: list[Event] = []
+        """The ends of the requests whose step raised, for the next step to tell."""
+
+    @property
+    def stats(self) -> SchedulerStats:
+        return self.scheduler.stats
+
+    def add(self, request: Request) -> None:
+        """Queues a request. ValueError for one that can never run."""
+        self.scheduler.add(request)
+
+    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> None:
+        """Ends a request from outside: an abort, or a stop string in its text. Unknown ids are done
+        already."""
+        self.scheduler.finish(request_id, reason, stop_reason)
+
+    def step(self) -> list[Event]:
+        """One step; empty when there is nothing to do.
+
+        Where it raises, the requests that it ran end as "error", and the core goes on with others.
+        """
+        lost, self._lost = self._lost, []
+        plan = self.scheduler.schedule()
+        if plan is None:
+            assert not self.scheduler.has_requests, "requests wait, and nothing can run"
+            return lost
+        try:
+            result = self.worker.execute(plan)
+        except BaseException:
+            failed = self.scheduler.fail(plan)
+            self._lost = lost + [_error(request.request_id) for request in failed]
+            raise
+        for request_id in result.failed:
+            self.scheduler.finish(request_id, "error")
+        return lost + self._events(self.scheduler.update(plan, result.token_ids), result)
+
+    def _events(self, output: StepOutput, result: StepResult) -> list[Event]:
+        ended = {request.request_id for request in output.finished}
+        prompts = dict(result.prompt_logprobs)
+        events = [_error(name) for name in result.failed]
+        for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
+            name = request.request_id
+            events.append(
+                Event(
+                    request_id=name,
+                    token_id=token_id,
+                    logprobs=result.logprobs.get(name),
+                    prompt_logprobs=prompts.pop(name, None),
+                    finish_reason=request.finish_reason if name in ended else None,
+                    stop_reason=request.stop_reason,
+                    num_cached_tokens=request.num_cached_tokens or 0,
+                )
+            )
+        events += [Event(request_id=name, prompt_logprobs=piece) for name, piece in prompts.items()]
+        return events
+
+
+def _error(request_id: str) -> Event:
+    return Event(request_id=request_id, finish_reason="error")

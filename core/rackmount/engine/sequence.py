@@ -1,0 +1,122 @@
+"""A sequence being answered: the engine's side of a request."""
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rackmount.engine.core import Event
+from rackmount.engine.outputs import Completion, TextChunk
+from rackmount.sampling.params import SamplingParams
+from rackmount.sampling.request import TokenLogprobs
+from rackmount.scheduling.request import FinishReason
+from rackmount.text.stream import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Sequence:
+    """Collects the events of one of a prompt's answers, as text where there is a tokenizer."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_index: int,
+        index: int,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        tokenizer: "PreTrainedTokenizerBase | None",
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_index = prompt_index
+        self.index = index
+        self.params = params
+        self.prompt_token_ids = prompt_token_ids
+        self.chunks: deque[TextChunk] = deque()
+        """Not yet taken by a stream."""
+        self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
+        self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
+        self.num_cached_tokens = 0
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: int | str | None = None
+        self._stream = _text_stream(prompt_token_ids, params, tokenizer)
+
+    @property
+    def text(self) -> str:
+        return self._stream.text if self._stream else ""
+
+    def take(self, event: Event) -> None:
+        """Adds what a step did, as one chunk. Events after the end are of no interest."""
+        if self.finish_reason is not None:
+            return
+        if event.prompt_logprobs is not None:
+            first, entries = event.prompt_logprobs
+            self.prompt_logprobs[first : first + len(entries)] = entries
+        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        text = ""
+        if event.token_id is not None:
+            self.num_cached_tokens = event.num_cached_tokens
+            self.token_ids.append(event.token_id)
+            if self.logprobs is not None and event.logprobs is not None:
+                self.logprobs.append(event.logprobs)
+            text = self._push(event.token_id)
+        if self._stream and self.finish_reason is not None:
+            text += self._stream.finish()
+        if event.token_id is not None or self.finish_reason is not None:
+            self.chunks.append(self._chunk(text, event))
+
+    def abort(self) -> None:
+        """Ends it where it stands."""
+        self.take(Event(request_id=self.request_id, finish_reason="abort"))
+
+    def completion(self) -> Completion:
+        """The whole answer, once finished."""
+        assert self.finish_reason is not None
+        return Completion(
+            index=self.index,
+            text=self.text,
+            token_ids=self.token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=self.logprobs,
+        )
+
+    def _push(self, token_id: int) -> str:
+        if self._stream is None:
+            return ""
+        if token_id == self.stop_reason and not self.params.include_stop_str_in_output:
+            return ""  # a stop token is no part of the text, special or not
+        delta = self._stream.push((token_id,))
+        if delta.finished_by is not None:
+            self.finish_reason, self.stop_reason = "stop", delta.finished_by
+        return delta.text
+
+    def _chunk(self, text: str, event: Event) -> TextChunk:
+        return TextChunk(
+            prompt_index=self.prompt_index,
+            index=self.index,
+            text=text,
+            token_ids=[] if event.token_id is None else [event.token_id],
+            num_prompt_tokens=len(self.prompt_token_ids),
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=[event.logprobs] if event.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+def _text_stream(
+    prompt_token_ids: list[int],
+    params: SamplingParams,
+    tokenizer: "PreTrainedTokenizerBase | None",
+) -> TextStream | None:
+    if tokenizer is None or not params.detokenize:
+        return None
+    return TextStream(
+        tokenizer,
+        prompt_token_ids,
+        skip_special_tokens=params.skip_special_tokens,
+        stop=params.stop_strings,
+        include_stop_str_in_output=params.include_stop_str_in_output,
+        min_tokens=params.min_tokens,
+    )

@@ -1,0 +1,188 @@
+"""The rack as it will stand: every part chosen for a model, with reasons, before any memory is
+taken."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rackmount.config import EngineConfig
+from rackmount_registry.capabilities import Demand
+from rackmount_registry.config import ConfigReader
+from rackmount_registry.descriptors import Architecture, AttentionBackend, QuantizationScheme
+from rackmount_registry.errors import ConfigError
+from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
+from rackmount_registry.offers import Offer
+from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
+from rackmount_registry.plugins import PluginManager
+from rackmount_registry.selection import AttentionChoice, choose_attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rack:
+    """What `explain` prints and the worker builds."""
+
+    config: EngineConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    architecture: Offer[Architecture]
+    scheme: Offer[QuantizationScheme] | None
+    draft: Draft
+    parts: PartsChoice
+    attention: AttentionChoice
+    options: GivenOptions
+    """Of the parts, as `plugin_config` gives them."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self.attention.block_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Over all layers of this rank."""
+        return sum(spec.bytes_per_token for spec in self.draft.cache_specs(self.dtype))
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        """Blocks of one sequence at full length."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def draft_rack(
+    config: EngineConfig, model_config: Mapping[str, Any], manager: PluginManager
+) -> Rack:
+    """Chooses every part for the model of `model_config` (the content of config.json).
+
+    Raises:
+        PluginError: no mounted plugin has the architecture or the quantization scheme.
+        ConfigError: a value of the model or the engine breaks a rule.
+        SelectionError: no part fits, or one that was asked for does not.
+    """
+    reader = ConfigReader(model_config, f"config.json of {config.model}")
+    architecture = manager.claimed(Architecture, _architecture(reader))
+    device, dtype = _device(config.device), _dtype(config.dtype, reader)
+    options = parse_options(config.plugin_config, manager.offers())
+    scheme, scheme_part = _scheme(config, reader, manager, options)
+    drafted = draft(architecture.load(), reader, dtype=dtype, scheme=scheme_part)
+    demand = Demand(
+        device=device.type, compute_capability=_capability(device), dtype=_name(dtype), num_ranks=1
+    )
+    opted_in = frozenset(config.auto_plugins)
+    parts = select_parts(
+        manager, drafted, demand, requested=config.requested_parts, opted_in=opted_in
+    )
+    attention = choose_attention(
+        manager.offers(AttentionBackend),
+        _attention_demand(drafted, demand),
+        config.backend,
+        config.block_size,
+        opted_in,
+        manager.broken,
+    )
+    check_options(
+        options,
+        [*parts.offers(), attention.prefill, attention.decode, *([scheme] if scheme else [])],
+    )
+    return Rack(
+        config=config,
+        device=device,
+        dtype=dtype,
+        max_model_len=_max_model_len(config, reader),
+        architecture=architecture,
+        scheme=scheme,
+        draft=drafted,
+        parts=parts,
+        attention=attention,
+        options=options,
+    )
+
+
+def _architecture(reader: ConfigReader) -> str:
+    names = reader.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise reader.error("architectures", "must be a list of one name")
+    return str(names[0])
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
+    return device
+
+
+def _capability(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
+def _dtype(name: str, reader: ConfigReader) -> torch.dtype:
+    if name == "auto":
+        name = reader.get("dtype") or reader.get("torch_dtype") or "float32"
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ConfigError(f"dtype={name!r} is not a floating point type of torch")
+    return dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _scheme(
+    config: EngineConfig, reader: ConfigReader, manager: PluginManager, options: GivenOptions
+) -> tuple[Offer[QuantizationScheme] | None, Any]:
+    stored = reader.get("quantization_config") or {}
+    method = stored.get("quant_method")
+    if config.quantization not in (None, method):
+        raise ConfigError(
+            f"quantization={config.quantization!r} is not how the checkpoint is stored, which is "
+            f"{method!r}; leave it out, or give that"
+        )
+    if method is None:
+        return None, None
+    offer = manager.claimed(QuantizationScheme, method)
+    return offer, instantiate(offer, options, reader.sub("quantization_config"))
+
+
+def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
+    """One demand for all attention layers: they share one KV group."""
+    layers = drafted.attention_params
+    sizes = sorted({layer.head_size for layer in layers})
+    if len(sizes) != 1:
+        raise ConfigError(
+            f"attention layers with head sizes {sizes} need several KV groups; one is supported"
+        )
+    return Demand(
+        device=demand.device,
+        compute_capability=demand.compute_capability,
+        dtype=demand.dtype,
+        kv_dtype=demand.dtype,
+        head_size=sizes[0],
+        features=frozenset().union(*(layer.features for layer in layers)),
+    )
+
+
+def _max_model_len(config: EngineConfig, reader: ConfigReader) -> int:
+    known: int = reader.max_position_embeddings
+    rope = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings")
+    if original and rope.get("factor"):
+        known = max(known, int(original * rope["factor"]))
+    wanted = config.max_model_len
+    if wanted is None:
+        return int(reader.max_position_embeddings)
+    if wanted > known:
+        raise ConfigError(
+            f"max_model_len={wanted} is above what the model knows; choose at most {known}"
+        )
+    return wanted

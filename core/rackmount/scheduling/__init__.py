@@ -1,0 +1,1 @@
+"""Decides which tokens are computed in which step, and which KV blocks hold them."""

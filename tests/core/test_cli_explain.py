@@ -1,0 +1,272 @@
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import rackmount.plugin
+import rackmount_backends.plugin
+import rackmount_models.plugin
+from rackmount.cli.app import build_app
+from rackmount.cli.report import size
+from rackmount_registry import hookimpl
+from rackmount_registry.capabilities import Cell
+from rackmount_registry.descriptors import AttentionBackend
+from rackmount_registry.plugins import PluginManager
+
+Result = Any
+
+QWEN3_0_6B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 28,
+    "model_type": "qwen3",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LLAMA_3_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "max_position_embeddings": 8192,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 128256,
+}
+LLAMA_3_70B = LLAMA_3_8B | {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+}
+VENDOR = AttentionBackend(
+    name="quick",
+    factory="no.such.module:Backend",
+    band="vendor",
+    cache_layout="pages",
+    preferred_block_sizes=(64,),
+    cells=(Cell(devices=("cuda",), compute_capability=(9, 0), dtypes=("bfloat16",)),),
+)
+PLUGINS = {
+    "rackmount-core": rackmount.plugin,
+    "rackmount-plugins-backends": rackmount_backends.plugin,
+    "rackmount-plugins-models": rackmount_models.plugin,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model folder that holds a config.json and no weights."""
+    return write(tmp_path / "model", QWEN3_0_6B)
+
+
+def write(folder: Path, config: dict[str, Any]) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def explain(model: Path | str, *args: str, plugins: dict[str, Any] = PLUGINS) -> Result:
+    app = build_app(PluginManager.from_modules(plugins))
+    return CliRunner().invoke(app, ["explain", str(model), *args])
+
+
+def figures(model: Path | str, *args: str, **values: Any) -> dict[str, Any]:
+    result = explain(model, *args, "--json", **values)
+    assert (result.exit_code, result.stderr) == (0, "")
+    content: dict[str, Any] = json.loads(result.stdout)
+    return content
+
+
+@pytest.mark.parametrize(
+    ("config", "kibibytes", "num_weights"),
+    [
+        (QWEN3_0_6B, 112, 596_049_920),
+        (LLAMA_3_8B, 128, 8_030_261_248),
+        (LLAMA_3_70B, 320, 70_553_706_496),
+    ],
+)
+def test_kv_bytes_per_token_of_well_known_models_in_bfloat16(
+    tmp_path, config, kibibytes, num_weights
+):
+    folder = write(tmp_path / "model", config)
+    content = figures(folder, "--memory-gib", "80")
+    assert content["dtype"] == "bfloat16"
+    assert content["kv_bytes_per_token"]["bfloat16"] == kibibytes * 1024
+    assert content["kv_bytes_per_token"]["float32"] == kibibytes * 2048
+    assert content["weight_bytes"] == 2 * num_weights
+    assert f"KV per token: {kibibytes} KiB in bfloat16" in explain(folder).stdout
+
+
+def test_the_config_file_alone_is_enough(folder):
+    assert figures(folder / "config.json")["weight_bytes"] == 2 * 596_049_920
+
+
+def test_memory_that_is_not_here_can_be_counted_with(folder):
+    content = figures(folder, "--device", "cuda", "--memory-gib", "80", "--block-size", "32")
+    for_kv = int((80 * 2**30 - content["weight_bytes"]) * 0.8)
+    assert content["num_kv_blocks"] == for_kv // (32 * 112 * 1024)
+    assert content["num_kv_tokens"] == 32 * content["num_kv_blocks"]
+    assert content["max_full_requests"] == content["num_kv_tokens"] // 40960
+    text = explain(folder, "--device", "cuda", "--memory-gib", "80", "--block-size", "32").stdout
+    assert f"KV cache: {content['num_kv_tokens']} tokens" in text
+    assert f"at most {content['max_full_requests']} requests of 40960 tokens" in text
+
+
+def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(folder):
+    args = ["--num-kv-blocks", "10", "--block-size", "16", "--max-model-len", "33"]
+    assert figures(folder, *args)["max_full_requests"] == 3  # 33 tokens take 3 blocks
+    assert figures(folder, *args, "--max-num-seqs", "2")["max_full_requests"] == 2
+    text = explain(folder, "--num-kv-blocks", "10", "--block-size", "16").stdout
+    assert "KV cache: 160 tokens (10 blocks of 16)" in text
+    assert "no request of the full 40960 tokens fits" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_here_is_said_to_be_so(folder):
+    assert "cuda is not here; --memory-gib says" in explain(folder, "--device", "cuda").stdout
+
+
+def test_weights_that_do_not_fit_are_named_with_both_numbers(folder):
+    content = figures(folder, "--memory-gib", "0.5")
+    assert content["problem"] == "the weights take 1.1 GiB, and 512 MiB are there"
+    assert content["num_kv_blocks"] is None
+
+
+def test_every_candidate_of_every_kind_is_shown_with_its_verdict(folder):
+    result = explain(folder, plugins=PLUGINS | {"vendor": plugin(attention_backends=[VENDOR])})
+    lines = [line.strip() for line in result.stdout.splitlines()]
+    assert result.exit_code == 0
+    backends = "(rackmount-plugins-backends 0)"
+    assert "accepted  qwen3 (rackmount-plugins-models 0)" in lines
+    assert "refused   llama (rackmount-plugins-models 0): claims LlamaForCausalLM" in lines
+    assert "quantization_scheme: none, as config.json says" in lines
+    assert f"linear_kernel for dense: torch {backends}, the only one that fits" in lines
+    assert f"attention_backend: torch {backends}, the only one that fits" in lines
+    assert "accepted  torch + torch" in lines
+    (quick,) = (line for line in lines if line.startswith("refused   quick (vendor 0)"))
+    assert "not opted in" in quick and "device=cpu is not one of cuda" in quick
+
+
+def test_a_requested_part_that_does_not_fit_shows_all_candidates_and_ends_with_2(folder):
+    plugins = PLUGINS | {"vendor": plugin(attention_backends=[VENDOR])}
+    result = explain(folder, "--attention-backend", "quick", plugins=plugins)
+    assert result.exit_code == 2
+    assert "  accepted  torch + torch\n" in result.stdout
+    assert "device=cpu is not one of cuda" in result.stdout
+    assert result.stderr.startswith("error: no attention_backend fits")
+    result = explain(folder, "--attention-backend", "quick", "--json", plugins=plugins)
+    content = json.loads(result.stdout)
+    assert result.exit_code == 2 and content["error"].startswith("no attention_backend fits")
+    verdicts = {
+        (pair["first"]["name"], pair["second"]["name"]): pair["accepted"]
+        for pair in content["candidates"]
+    }
+    assert verdicts[("torch", "torch")] and not verdicts[("quick", "quick")]
+
+
+def test_a_requested_part_that_fits_is_taken(folder):
+    plugins = PLUGINS | {"vendor": plugin(attention_backends=[VENDOR])}
+    args = ["--device", "cuda", "--attention-backend", "vendor:quick", "--memory-gib", "80"]
+    content = figures(folder, *args, plugins=plugins)
+    (attention,) = (d for d in content["decisions"] if d["kind"] == "attention_backend")
+    assert (attention["winner"], attention["why"]) == ("quick (vendor 0)", "requested")
+    assert content["block_size"] == 64
+
+
+def test_a_use_that_nothing_serves_is_shown_and_ends_with_2(folder):
+    without_kernels = SimpleNamespace(
+        attention_backends=rackmount_backends.plugin.attention_backends,
+        op_sets=rackmount_backends.plugin.op_sets,
+    )
+    result = explain(folder, plugins=PLUGINS | {"rackmount-plugins-backends": without_kernels})
+    assert result.exit_code == 2
+    assert "linear_kernel for dense: NONE, no linear_kernel fits: none is mounted" in result.stdout
+    assert "KV per token: 112 KiB" in result.stdout
+
+
+def test_an_unknown_backend_is_answered_with_those_mounted(folder):
+    result = explain(folder, "--attention-backend", "troch")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'troch' (did you mean 'torch'?); mounted: torch" in result.stderr
+
+
+def test_an_unknown_model_is_answered_with_the_nearest_alias():
+    result = explain("qwen3-0.7b")
+    assert result.exit_code == 2
+    assert "did you mean 'qwen3-0.6b'?" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_an_architecture_that_nobody_claims_is_answered_with_those_that_are(tmp_path):
+    folder = write(tmp_path / "model", QWEN3_0_6B | {"architectures": ["MambaForCausalLM"]})
+    result = explain(folder)
+    assert result.exit_code == 2
+    assert "unknown architecture 'MambaForCausalLM'" in result.stderr
+    assert "Qwen3ForCausalLM" in result.stderr
+
+
+def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(folder, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo: str, **options: Any) -> str:
+        asked.append((repo, options["allow_patterns"]))
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert figures("qwen3-0.6b")["weight_bytes"] == 2 * 596_049_920
+    assert asked == [("Qwen/Qwen3-0.6B", ["config.json"])]
+
+
+def test_a_model_file_with_its_configuration_inside_is_opened_for_it(tmp_path, monkeypatch):
+    closed = []
+    checkpoint = SimpleNamespace(config=QWEN3_0_6B, close=lambda: closed.append(True))
+    monkeypatch.setattr(
+        "rackmount.loading.locate.open_checkpoint", lambda path, manager: checkpoint
+    )
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    assert figures(tmp_path / "model.gguf")["weight_bytes"] == 2 * 596_049_920
+    assert closed == [True]
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [
+        (0, "0 bytes"),
+        (1023, "1023 bytes"),
+        (114688, "112 KiB"),
+        (1536, "1.5 KiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_sizes_are_in_binary_units(num_bytes, text):
+    assert size(num_bytes) == text
+
+
+def plugin(**lists: Any) -> SimpleNamespace:
+    return SimpleNamespace(
+        **{name: hookimpl(lambda value=value: value) for name, value in lists.items()}
+    )
