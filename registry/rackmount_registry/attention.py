@@ -43,6 +43,19 @@ class AttentionParams:
         return frozenset({"sliding_window"} if self.sliding_window else ())
 
 
+class AttentionLayer(Protocol):
+    """What a step knows of the layer that calls it: `rackmount_registry.nn.Attention`, or a
+    stand-in."""
+
+    index: int
+    """Place among the model's attention layers."""
+    params: AttentionParams
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's
+        positions."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
     """What a backend is built from, once per engine."""

@@ -6,15 +6,12 @@ arguments.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from rackmount_registry.attention import AttentionParams
-
-if TYPE_CHECKING:
-    from rackmount_registry.nn.attention import Attention
+from rackmount_registry.attention import AttentionLayer, AttentionParams
 
 
 class Step(Protocol):
@@ -24,7 +21,7 @@ class Step(Protocol):
     positions: Tensor
     """int64 [T]: place of each token in its sequence."""
 
-    def attend(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Head norms and rotary by `layer.rotate`, the KV write, then attention.
 
         q [T, H, D], k and v [T, G, D], as projected -> [T, H, D].
@@ -45,7 +42,7 @@ class ReferenceStep:
         ranges = [torch.arange(n) for n in self._lengths]
         self.positions = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
-    def attend(self, layer: "Attention", q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k = layer.rotate(q, k)
         outs = [
             attend_causally(each_q, each_k, each_v, layer.params)

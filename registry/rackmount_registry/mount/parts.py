@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, cast
 
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.descriptors import ExpertKernel as ExpertKernelDescriptor
 from rackmount_registry.descriptors import LinearKernel as LinearKernelDescriptor
 from rackmount_registry.descriptors import OpSet, TokenDispatcher
+from rackmount_registry.errors import PluginError
 from rackmount_registry.experts import DispatchContext, ExpertKernel
 from rackmount_registry.experts import TokenDispatcher as TokenDispatcherPart
 from rackmount_registry.formats import LinearKernel
@@ -49,11 +50,9 @@ class PartsChoice:
             SelectionError: nothing fits somewhere.
             PluginError: a part cannot be imported.
         """
-        namespaces = {op: choice.require().load() for op, choice in self.ops.items()}
+        ops = {op: _operation(op, choice.require()) for op, choice in self.ops.items()}
         return Parts(
-            ops=cast(
-                Ops, _Namespace({op: getattr(module, op) for op, module in namespaces.items()})
-            ),
+            ops=cast(Ops, SimpleNamespace(**ops)),
             kernels={
                 form: instantiate(choice.require(), options) for form, choice in self.linear.items()
             },
@@ -67,11 +66,14 @@ class PartsChoice:
         )
 
 
-class _Namespace:
-    """One attribute per operation."""
-
-    def __init__(self, ops: Mapping[str, Any]) -> None:
-        self.__dict__.update(ops)
+def _operation(op: str, offer: Offer[OpSet]) -> Any:
+    found = getattr(offer.load(), op, None)
+    if found is None:
+        raise PluginError(
+            f"op_set {offer.name!r} of {offer.distribution} {offer.version} offers {op}, and "
+            f"{offer.descriptor.factory} has none"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

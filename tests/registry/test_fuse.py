@@ -1,0 +1,235 @@
+"""The fused step does what the textbook code says, on one rank and on two."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import random_ids, tiny_checkpoint
+from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
+from tests.helpers.mounting import Reference, chosen_parts, mount_draft, mount_reference
+from tests.helpers.ranks import ThreadGroup
+from torch import Tensor, nn
+
+from rackmount_registry.axes import Mesh
+from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
+from rackmount_registry.ops import reference_ops
+
+HIDDEN, FFN, VOCAB = 8, 12, 11
+IDS = random_ids(9, VOCAB)
+
+
+class CountingOps:
+    """The reference operations, counted by name."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(reference_ops(), name)
+
+        def counted(*args: Any) -> Any:
+            self.calls[name] += 1
+            return operation(*args)
+
+        return counted
+
+
+class Shape(nn.Module):
+    """Sockets for the models below, whose forward is all that differs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        ffn = Axis("ffn", FFN)
+        self.embed = Embedding(Axis("vocab", VOCAB), HIDDEN)
+        self.one, self.two = GatedMLP(HIDDEN, ffn), GatedMLP(HIDDEN, ffn)
+        self.up, self.down = Linear(HIDDEN, ffn), Linear(ffn, HIDDEN, bias=True)
+        self.norm, self.other_norm = Norm(HIDDEN, 1e-2), Norm(HIDDEN, 1e-2)
+        self.shift = Param(HIDDEN)
+
+
+class Textbook(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.one(self.norm(x))
+        x = x + self.two(self.other_norm(x))
+        return self.norm(x)
+
+
+class SumReadByTwoNorms(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.one(x)
+        return self.norm(x) - self.other_norm(x) * x
+
+
+class ParallelBlocks(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.one(self.norm(x)) + self.two(self.norm(x))
+        return self.other_norm(x)
+
+
+class SharesOnBothSides(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.norm(self.one(x) + self.down(self.up(x)))
+
+
+class ShareOnTheLeft(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.norm(self.one(x) + x)
+
+
+class SumOfOneShareWithItself(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        half = self.one(self.embed(ids))
+        return self.norm(half + half)
+
+
+class SocketUsedTwice(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.norm(x + self.one(x)) * self.one(x)
+
+
+class ShareReadTwice(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        y = self.one(x)
+        return self.norm(x + y) * y
+
+
+class AddedInPlace(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x += self.one(self.norm(x))
+        return self.other_norm(x)
+
+
+class AddedVector(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.embed(ids) + self.shift())
+
+
+class AddedNumber(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.norm(self.one(self.embed(ids)) + 1.5)
+
+
+class NoNormBehindTheSum(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return x + self.down(self.up(self.norm(x)))
+
+
+class ShiftedNorm(Norm):
+    """A norm of another kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + x
+
+
+class NormOfAnotherKind(Shape):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = ShiftedNorm(HIDDEN, 1e-2)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return self.norm(x + self.one(x))
+
+
+FUSED_SUMS = {
+    Textbook: 2,
+    SumReadByTwoNorms: 1,
+    ParallelBlocks: 1,
+    SharesOnBothSides: 1,
+    ShareOnTheLeft: 1,
+    SumOfOneShareWithItself: 1,
+    SocketUsedTwice: 1,
+    ShareReadTwice: 1,
+    AddedInPlace: 1,
+    AddedVector: 0,
+    AddedNumber: 0,
+    NoNormBehindTheSum: 0,
+    NormOfAnotherKind: 0,
+}
+"""Model -> additions that become one operation with a norm."""
+
+
+def mount_shape(make: type[Shape], ops: CountingOps, mesh: Mesh | None = None) -> Reference:
+    drafted = draft_module(make, mesh=mesh)
+    parts = replace(chosen_parts(drafted), ops=ops)
+    whole = MemoryCheckpoint(random_tensors(draft_module(make)))
+    return mount_draft(drafted, whole, parts=parts)
+
+
+@pytest.mark.parametrize("make", FUSED_SUMS)
+def test_the_fused_step_equals_the_model_as_written(make: type[Shape]) -> None:
+    ops = CountingOps()
+    one = mount_shape(make, ops)
+    fused = one.hidden(IDS)
+    assert ops.calls["add_rms_norm"] == FUSED_SUMS[make]
+    with torch.inference_mode():
+        torch.testing.assert_close(fused, one.mounted.draft.model(IDS), rtol=0, atol=1e-12)
+    assert fused.std() > 0.1
+
+
+@pytest.mark.parametrize("make", FUSED_SUMS)
+def test_the_fused_step_of_two_ranks_equals_the_model_as_written(make: type[Shape]) -> None:
+    with torch.inference_mode():
+        expected = mount_shape(make, CountingOps()).mounted.draft.model(IDS)
+    group = ThreadGroup(2)
+    ranks = [
+        mount_shape(make, CountingOps(), Mesh.tensor_parallel(member)) for member in group.members
+    ]
+    for hidden in group.run(lambda rank: ranks[rank].hidden(IDS)):
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-12)
+
+
+def deferred(reference: Reference) -> set[str]:
+    """Sockets whose sum over ranks has moved into a fused operation."""
+    return {socket.path for socket in reference.mounted.draft.sockets if socket.deferred}
+
+
+DEFERRED = {
+    Textbook: {"one.down_proj", "two.down_proj"},
+    SumReadByTwoNorms: {"one.down_proj"},
+    ParallelBlocks: {"two.down_proj"},
+    ShareOnTheLeft: {"one.down_proj"},
+    SumOfOneShareWithItself: set(),
+    SocketUsedTwice: set(),
+    ShareReadTwice: set(),
+    NoNormBehindTheSum: set(),
+    NormOfAnotherKind: set(),
+}
+
+
+@pytest.mark.parametrize("make", DEFERRED)
+def test_a_sum_over_ranks_moves_only_where_nobody_else_reads_the_share(make: type[Shape]) -> None:
+    mesh = Mesh.tensor_parallel(ThreadGroup(2).members[0])
+    assert deferred(mount_shape(make, CountingOps(), mesh)) == DEFERRED[make]
+
+
+def test_of_two_shares_one_is_summed_in_the_fused_operation() -> None:
+    mesh = Mesh.tensor_parallel(ThreadGroup(2).members[0])
+    both = {"one.down_proj", "down"}
+    assert len(deferred(mount_shape(SharesOnBothSides, CountingOps(), mesh)) & both) == 1
+
+
+def test_a_single_rank_defers_nothing() -> None:
+    assert deferred(mount_shape(Textbook, CountingOps())) == set()
+
+
+def test_a_decoder_runs_two_fused_norms_a_layer_and_one_alone(tmp_path: Any) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, "llama", num_hidden_layers=3)
+    ops = CountingOps()
+    reference = mount_reference(folder)
+    parts = replace(chosen_parts(reference.mounted.draft), ops=ops)
+    mount_reference(folder, parts=parts).hidden(random_ids(4))
+    assert ops.calls["add_rms_norm"] == 6
+    assert ops.calls["rms_norm"] == 1

@@ -1,0 +1,96 @@
+"""The definitions of the operations, against the formulas that they stand for."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from rackmount_registry import ops
+from rackmount_registry.experts import Routing
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_every_name_is_an_operation() -> None:
+    assert all(callable(getattr(ops.reference_ops(), name)) for name in ops.OPS)
+
+
+def test_a_norm_divides_by_the_root_of_the_mean_square() -> None:
+    x = torch.tensor([[3.0, 4.0]], dtype=torch.float64)
+    out = ops.rms_norm(x, torch.tensor([1.0, 10.0], dtype=torch.float64), 0.5)
+    expected = [3 / math.sqrt(13), 40 / math.sqrt(13)]
+    torch.testing.assert_close(out, torch.tensor([expected], dtype=torch.float64))
+
+
+def test_a_norm_in_a_narrow_dtype_is_computed_wide_and_rounded_once() -> None:
+    x, weight = randn(5, 24).bfloat16(), torch.ones(24, dtype=torch.bfloat16)
+    expected = ops.rms_norm(x.double(), weight.double(), 1e-6).bfloat16()
+    assert (ops.rms_norm(x, weight, 1e-6) == expected).float().mean() > 0.99
+
+
+def test_a_fused_norm_gives_the_norm_of_the_sum_and_the_sum() -> None:
+    x, residual, weight = randn(3, 8), randn(3, 8, seed=1), randn(8, seed=2)
+    normed, total = ops.add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(normed, ops.rms_norm(x + residual, weight, 1e-5))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotary_turns_pairs_of_features_as_complex_numbers(interleaved: bool) -> None:
+    width, positions = 6, torch.tensor([0, 5, 2])
+    angles = torch.outer(torch.arange(7.0), torch.tensor([1.0, 0.3, 0.1])).double()
+    table = torch.stack((angles.cos(), angles.sin()), 1)
+    q, k = randn(3, 4, width + 2), randn(3, 2, width + 2, seed=1)
+    turned_q, turned_k = ops.rotary(q, k, positions, table, None, None, 0.0, interleaved)
+    turns = torch.polar(torch.ones_like(angles), angles)[positions].unsqueeze(1)
+    order = [0, 2, 4, 1, 3, 5] if interleaved else [0, 1, 2, 3, 4, 5]
+    for given, turned in ((q, turned_q), (k, turned_k)):
+        real, imaginary = given[..., order].chunk(2, -1)
+        expected = torch.complex(real, imaginary) * turns
+        both = torch.cat((expected.real, expected.imag), -1)
+        torch.testing.assert_close(turned[..., order], both)
+        assert torch.equal(turned[..., width:], given[..., width:])
+
+
+def test_heads_are_normed_before_they_are_turned() -> None:
+    table = torch.stack((torch.zeros(1, 2), torch.ones(1, 2)), 1).double()  # a quarter turn
+    q, k = randn(1, 2, 4), randn(1, 1, 4, seed=1)
+    q_norm, k_norm = randn(4, seed=2), randn(4, seed=3)
+    turned, _ = ops.rotary(q, k, torch.tensor([0]), table, q_norm, k_norm, 0.1, False)
+    a, b = ops.rms_norm(q, q_norm, 0.1).chunk(2, -1)
+    torch.testing.assert_close(turned, torch.cat((-b, a), -1))
+
+
+def test_an_embedding_gives_zeros_for_ids_of_other_ranks() -> None:
+    weight = randn(3, 2)
+    rows = ops.embedding(torch.tensor([4, 0, 6, 7, 3]), weight, 4)
+    assert torch.equal(
+        rows, torch.stack([weight[0], 0 * weight[0], weight[2], *[0 * weight[0]] * 2])
+    )
+    empty = ops.embedding(torch.tensor([4]), weight[:0], 4)
+    assert torch.equal(empty, torch.zeros(1, 2, dtype=torch.float64))
+
+
+def test_experts_of_equal_score_come_lowest_id_first() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])
+    ids, weights = ops.route(logits, Routing(top_k=4))
+    assert ids.tolist() == [[1, 2, 4, 0]]
+    big, small = math.e / (3 * math.e + 1), 1 / (3 * math.e + 1)
+    torch.testing.assert_close(weights, torch.tensor([[big, big, big, small]]))
+
+
+def test_weights_are_shares_of_all_experts_unless_renormalized() -> None:
+    logits = randn(6, 5)
+    ids, weights = ops.route(logits, Routing(top_k=2, renormalize=False))
+    torch.testing.assert_close(weights, logits.softmax(-1).gather(-1, ids))
+    _, shares = ops.route(logits, Routing(top_k=2, renormalize=True))
+    torch.testing.assert_close(shares, weights / weights.sum(-1, keepdim=True))
+
+
+def test_weights_are_wide_even_for_narrow_logits() -> None:
+    assert ops.route(randn(2, 5).bfloat16(), Routing(top_k=2))[1].dtype == torch.float32
+    assert ops.route(randn(2, 5), Routing(top_k=2))[1].dtype == torch.float64
+    assert [t.shape for t in ops.route(randn(0, 5), Routing(top_k=2))] == [(0, 2)] * 2
