@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from rackmount.execution.batch import FlatBatch
-from rackmount_registry.attention import AttentionBackend, AttentionBatch
-from rackmount_registry.nn.attention import Attention
+from rackmount_registry.attention import AttentionBackend, AttentionBatch, AttentionLayer
 
 
 class PagedStep:
@@ -42,7 +41,7 @@ class PagedStep:
             )
         )
 
-    def attend(self, layer: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `rackmount_registry.step.Step`."""
         q, k = layer.rotate(q, k)
         cache = self._caches[layer.index]

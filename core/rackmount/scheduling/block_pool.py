@@ -65,7 +65,7 @@ class BlockPool:
             block.ref_count += 1
 
     def free(self, blocks: Sequence[Block]) -> None:
-        """One holder less for each of a sequence's blocks, deepest first: its beginning is lost last."""
+        """One holder less for each of a sequence's blocks, deepest first: prefixes last longest."""
         for block in reversed(blocks):
             block.ref_count -= 1
             if not block.ref_count:

@@ -159,7 +159,8 @@ class Scheduler:
         step = self._in_flight.popleft()
         assert step.plan is plan, "steps end in the order in which they were scheduled"
         table = self._table
-        rows, positions, sampled = step.sample_rows, step.sample_positions, np.asarray(token_ids)
+        rows, positions = step.sample_rows, step.sample_positions
+        sampled = np.asarray(token_ids, np.int64)
         assert sampled.size == rows.size, f"{sampled.size} tokens for {rows.size} rows"
         computed_rows, ends = step.rows, step.ends
         if step.leaving or self._in_flight:  # what was sampled for a request that left is dropped

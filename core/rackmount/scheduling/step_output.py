@@ -13,7 +13,7 @@ class StepOutput:
 
     requests: list[Request]
     token_ids: np.ndarray
-    """int32 [len(requests)]."""
+    """int64 [len(requests)]."""
     finished: list[Request]
 
 

@@ -1,0 +1,1 @@
+"""Bench, eval, calibrate and simulate commands for rackmount."""
