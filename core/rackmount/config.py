@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from rackmount_registry.errors import ConfigError, did_you_mean
+from rackmount_registry.plain import misfits
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
@@ -76,15 +77,12 @@ class EngineConfig:
         return cls(**given)
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size"):
-            if getattr(self, name) is not None:
-                _positive(name, getattr(self, name))
-        for name in ("max_num_seqs", "max_num_batched_tokens", "tp", "dp", "ep"):
-            _positive(name, getattr(self, name))
-        for name in ("long_prefill_token_threshold", "seed"):
+        if wrong := "; ".join(misfits(self, EngineConfig, "Engine")):
+            raise ConfigError(wrong)
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise ConfigError(f"{name}={value!r} must be an integer of at least 0")
+            if value is not None and value < least:
+                raise ConfigError(f"{name}={value} must be at least {least}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         for name in ("tp", "dp", "ep"):
@@ -101,13 +99,15 @@ class EngineConfig:
         return {kind: getattr(self, kind) for kind in kinds}
 
 
-def _positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least 1")
+_LEAST = {
+    **dict.fromkeys(("long_prefill_token_threshold", "seed"), 0),
+    **dict.fromkeys(("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size"), 1),
+    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "tp", "dp", "ep"), 1),
+}
 
 
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
     if value not in legal:
         raise ConfigError(
-            f"{name}={value!r}{did_you_mean(str(value), legal)} must be one of {', '.join(legal)}"
+            f"{name}={value!r}{did_you_mean(value, legal)} must be one of {', '.join(legal)}"
         )

@@ -11,9 +11,9 @@ from rackmount.config import EngineConfig
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.descriptors import Architecture, AttentionBackend, QuantizationScheme
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import ConfigError, did_you_mean
 from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
-from rackmount_registry.offers import Offer
+from rackmount_registry.offers import Offer, broken_note, normalize
 from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import AttentionChoice, choose_attention
@@ -70,7 +70,7 @@ def draft_rack(
     demand = Demand(
         device=device.type, compute_capability=_capability(device), dtype=_name(dtype), num_ranks=1
     )
-    opted_in = frozenset(config.auto_plugins)
+    opted_in = _opted_in(config, manager)
     parts = select_parts(
         manager, drafted, demand, requested=config.requested_parts, opted_in=opted_in
     )
@@ -98,6 +98,18 @@ def draft_rack(
         attention=attention,
         options=options,
     )
+
+
+def _opted_in(config: EngineConfig, manager: PluginManager) -> frozenset[str]:
+    """Distributions outside the project that "auto" may choose from."""
+    names = frozenset(map(normalize, config.auto_plugins))
+    mounted = {offer.distribution for offer in manager.offers()}
+    for name in sorted(names - mounted):
+        raise ConfigError(
+            f"auto_plugins names {name!r}{did_you_mean(name, mounted)}, of which no part is "
+            f"mounted; mounted: {', '.join(sorted(mounted))}{broken_note(manager.broken)}"
+        )
+    return names
 
 
 def _architecture(reader: ConfigReader) -> str:

@@ -76,8 +76,9 @@ def load_plugin(source: PluginSource) -> list[Descriptor]:
     manager.add_hookspecs(hookspecs)
     for name in HOOKS:
         stray = getattr(plugin, name, None)
-        marked = manager.parse_hookimpl_opts(plugin, name) is not None
-        if stray is not None and not marked and not isinstance(stray, ModuleType):
+        if stray is None or isinstance(stray, ModuleType):
+            continue
+        if manager.parse_hookimpl_opts(plugin, name) is None:
             raise PluginError(f"{name} has the name of a hook but no @hookimpl decorator")
     manager.register(plugin)
     _check_hooks_known(manager)

@@ -33,7 +33,7 @@ def test_every_pair_of_requests_and_context_has_its_figures(result: dict[str, An
 def test_the_result_says_on_what_machine_it_was_taken(result: dict[str, Any]) -> None:
     assert result["machine"] == describe_machine("numpy")
     assert set(result["machine"]) >= {"processor", "cores", "python", "numpy"}
-    assert result["command"].startswith("rackmount ") and result["steps"] == 8
+    assert result["command"].split()[0] == "rackmount" and result["steps"] == 8
 
 
 def test_a_measured_step_decodes_every_request_and_starts_blocks_in_turn() -> None:

@@ -10,7 +10,7 @@ from rackmount.loading.safetensors_reader import read_json
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.descriptors import CheckpointReader, ModelSource
 from rackmount_registry.errors import CheckpointError, ConfigError, did_you_mean
-from rackmount_registry.offers import Offer
+from rackmount_registry.offers import Offer, broken_note
 from rackmount_registry.plugins import PluginManager
 
 MAX_HOPS = 4
@@ -77,36 +77,31 @@ def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:
     Raises:
         CheckpointError: no reader matches, or several do.
     """
-    files = [path] if path.is_file() else sorted(path.iterdir())
     readers = manager.offers(CheckpointReader)
-    matching = [
-        reader
-        for reader in readers
-        if any(fnmatch.fnmatch(f.name, p) for f in files for p in reader.descriptor.patterns)
-    ]
-    if len(matching) != 1:
+    taken = {reader.name: _files_of(reader, path) for reader in readers}
+    matching = [reader for reader in readers if taken[reader.name]]
+    if not matching:
         patterns = ", ".join(p for reader in readers for p in reader.descriptor.patterns)
-        found = (
-            f"files of several formats ({', '.join(r.name for r in matching)}); name one file"
-            if matching
-            else f"no file that a mounted reader takes ({patterns})"
-        )
-        raise CheckpointError(f"{path} holds {found}")
-    return cast(Checkpoint, matching[0].load()(_file_or_folder(path, matching[0])))
-
-
-def _file_or_folder(path: Path, reader: Offer[CheckpointReader]) -> Path:
-    """A folder with a config.json is opened as one; else the one file in it."""
-    if path.is_file() or (path / "config.json").exists():
-        return path
-    files = [
-        f
-        for f in path.iterdir()
-        if any(fnmatch.fnmatch(f.name, p) for p in reader.descriptor.patterns)
-    ]
-    if len(files) != 1:
         raise CheckpointError(
-            f"{path} has no config.json and {len(files)} model files "
-            f"({', '.join(sorted(f.name for f in files))}); name one file"
+            f"{path} holds no file that a mounted reader takes ({patterns or 'none is mounted'})"
+            f"{broken_note(manager.broken)}"
         )
-    return files[0]
+    if len(matching) > 1:
+        names = ", ".join(reader.name for reader in matching)
+        raise CheckpointError(f"{path} holds files of several formats ({names}); name one file")
+    files = taken[matching[0].name]
+    if path.is_dir() and not (path / "config.json").exists():
+        if len(files) != 1:
+            listed = ", ".join(file.name for file in files)
+            raise CheckpointError(
+                f"{path} has no config.json and {len(files)} model files ({listed}); name one file"
+            )
+        path = files[0]
+    return cast(Checkpoint, matching[0].load()(path))
+
+
+def _files_of(reader: Offer[CheckpointReader], path: Path) -> list[Path]:
+    """Which files of a folder, or the file itself, a reader takes."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    patterns = reader.descriptor.patterns
+    return [file for file in files if any(fnmatch.fnmatch(file.name, p) for p in patterns)]

@@ -1,0 +1,1 @@
+"""Attention backends, op sets and linear kernels for rackmount."""

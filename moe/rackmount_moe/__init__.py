@@ -1,0 +1,1 @@
+"""Expert kernels, token dispatchers and expert balancers for rackmount."""

@@ -1,0 +1,31 @@
+"""The plugins that hold no more than descriptors: backends, experts and quantization."""
+
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from rackmount_registry.plugins import PluginManager
+
+PLUGINS = ("rackmount_backends", "rackmount_moe", "rackmount_quant")
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_a_plugin_is_described_without_torch(package: str) -> None:
+    code = (
+        "import sys, importlib\n"
+        f"from rackmount_registry.plugins import PluginManager as M\n"
+        f"module = importlib.import_module('{package}.plugin')\n"
+        f"manager = M.from_modules({{'{package}': module}})\n"
+        "assert manager.offers() and not manager.broken, manager.broken\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("package", PLUGINS)
+def test_every_part_of_a_plugin_can_be_loaded(package: str) -> None:
+    manager = PluginManager.from_modules({package: importlib.import_module(f"{package}.plugin")})
+    assert manager.broken == ()
+    assert all(callable(offer.load()) or offer.descriptor.ops for offer in manager.offers())
