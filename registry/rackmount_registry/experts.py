@@ -43,7 +43,7 @@ class ExpertInput:
     expert_ids: Tensor
     """int64 [T, K], local; -1 where the expert is not on this rank."""
     weights: Tensor
-    """float32 [T, K]."""
+    """[T, K], float32 or wider."""
     handle: Any = None
     """The dispatcher's own, for `combine`."""
 
