@@ -1,5 +1,6 @@
 """The engine core: scheduler and worker, step by step, in token ids alone."""
 
+from collections import deque
 from dataclasses import dataclass
 
 from rackmount.execution.worker import StepResult, Worker
@@ -32,21 +33,20 @@ class EngineCore:
     def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
         self.worker = Worker(rack, checkpoint, report)
         config = rack.config
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=self.worker.num_kv_blocks,
-                block_size=rack.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=rack.max_model_len,
-                vocab_size=rack.draft.vocab_size,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                policy="priority" if config.scheduling_policy == "priority" else "fcfs",
-                enable_prefix_caching=config.enable_prefix_caching,
-            )
+        self._limits = SchedulerConfig(
+            num_blocks=self.worker.num_kv_blocks,
+            block_size=rack.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=rack.max_model_len,
+            vocab_size=rack.draft.vocab_size,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+            enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._lost: list[Event] = []
-        """The ends of the requests whose step raised, for the next step to tell."""
+        self.scheduler = Scheduler(self._limits)
+        self.events: deque[Event] = deque()
+        """What steps did, oldest first, for whoever drives the core to take."""
 
     @property
     def stats(self) -> SchedulerStats:
@@ -56,30 +56,40 @@ class EngineCore:
         """Queues a request. ValueError for one that can never run."""
         self.scheduler.add(request)
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Ends a request from outside: an abort, or a stop string in its text. Unknown ids are done
-        already."""
-        self.scheduler.finish(request_id, reason, stop_reason)
+    def abort(self, request_id: str) -> None:
+        """Ends a request that nobody waits for. Unknown ids are done already."""
+        self.scheduler.finish(request_id, "abort")
 
-    def step(self) -> list[Event]:
-        """One step; empty when there is nothing to do.
+    def step(self) -> bool:
+        """One step, whose events are added to `events`; False when there is nothing to do.
 
-        Where it raises, the requests that it ran end as "error", and the core goes on with others.
+        Where the model raises, or is interrupted, the requests that it ran end as "error" and the
+        others go on. An interrupt anywhere else may leave the scheduler halfway: then all requests
+        end as "error", and the core starts anew with an empty prefix cache.
         """
-        lost, self._lost = self._lost, []
-        plan = self.scheduler.schedule()
-        if plan is None:
-            assert not self.scheduler.has_requests, "requests wait, and nothing can run"
-            return lost
+        failure: BaseException | None = None
         try:
-            result = self.worker.execute(plan)
+            plan = self.scheduler.schedule()
+            if plan is None:
+                assert not self.scheduler.has_requests, "requests wait, and nothing can run"
+                return False
+            try:
+                result = self.worker.execute(plan)
+            except BaseException as error:
+                failure = error
+                self.events.extend(_error(each.request_id) for each in self.scheduler.fail(plan))
+            else:
+                for request_id in result.failed:
+                    self.scheduler.finish(request_id, "error")
+                output = self.scheduler.update(plan, result.token_ids)
+                self.events.extend(self._events(output, result))
         except BaseException:
-            failed = self.scheduler.fail(plan)
-            self._lost = lost + [_error(request.request_id) for request in failed]
+            lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
+            self.events.extend(map(_error, lost))
             raise
-        for request_id in result.failed:
-            self.scheduler.finish(request_id, "error")
-        return lost + self._events(self.scheduler.update(plan, result.token_ids), result)
+        if failure is not None:
+            raise failure
+        return True
 
     def _events(self, output: StepOutput, result: StepResult) -> list[Event]:
         ended = {request.request_id for request in output.finished}

@@ -69,6 +69,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that wait or run."""
+        return list(self._requests)
+
+    @property
     def stats(self) -> SchedulerStats:
         return replace(
             self._stats,

@@ -76,19 +76,6 @@ def encode(
     return ids
 
 
-def encode_batch(
-    prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase | None", **options: Any
-) -> list[list[int] | ValueError]:
-    """Token ids of each prompt, or the error of that row alone. `options` are those of `encode`."""
-    rows: list[list[int] | ValueError] = []
-    for prompt in prompts:
-        try:
-            rows.append(encode(prompt, tokenizer, **options))
-        except ValueError as error:
-            rows.append(error)
-    return rows
-
-
 def eos_ids(
     tokenizer: "PreTrainedTokenizerBase | None",
     generation_config: Mapping[str, Any],
