@@ -1,6 +1,8 @@
 """The engine core: scheduler and worker, step by step, in token ids alone."""
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rackmount.execution.worker import StepResult, Worker
@@ -11,6 +13,7 @@ from rackmount.scheduling.request import FinishReason, Request
 from rackmount.scheduling.scheduler import Scheduler
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
 from rackmount_registry.checkpoint import Checkpoint, Report
+from rackmount_registry.errors import RequestError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,22 +56,23 @@ class EngineCore:
         return self.scheduler.stats
 
     def add(self, request: Request) -> None:
-        """Queues a request. ValueError for one that can never run."""
-        self.scheduler.add(request)
+        """Queues a request. RequestError for one that can never run."""
+        with self._restarting():
+            self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request that nobody waits for. Unknown ids are done already."""
-        self.scheduler.finish(request_id, "abort")
+        with self._restarting():
+            self.scheduler.finish(request_id, "abort")
 
     def step(self) -> bool:
         """One step, whose events are added to `events`; False when there is nothing to do.
 
         Where the model raises, or is interrupted, the requests that it ran end as "error" and the
-        others go on. An interrupt anywhere else may leave the scheduler halfway: then all requests
-        end as "error", and the core starts anew with an empty prefix cache.
+        others go on.
         """
         failure: BaseException | None = None
-        try:
+        with self._restarting():
             plan = self.scheduler.schedule()
             if plan is None:
                 assert not self.scheduler.has_requests, "requests wait, and nothing can run"
@@ -83,13 +87,22 @@ class EngineCore:
                     self.scheduler.finish(request_id, "error")
                 output = self.scheduler.update(plan, result.token_ids)
                 self.events.extend(self._events(output, result))
+        if failure is not None:
+            raise failure
+        return True
+
+    @contextmanager
+    def _restarting(self) -> Iterator[None]:
+        """An interrupt within may leave the scheduler halfway: then all requests end as "error",
+        and the core starts anew with an empty prefix cache. A refusal changes nothing."""
+        try:
+            yield
+        except RequestError:
+            raise
         except BaseException:
             lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
             self.events.extend(map(_error, lost))
             raise
-        if failure is not None:
-            raise failure
-        return True
 
     def _events(self, output: StepOutput, result: StepResult) -> list[Event]:
         ended = {request.request_id for request in output.finished}

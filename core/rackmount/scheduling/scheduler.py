@@ -25,6 +25,7 @@ from rackmount.scheduling.request import FinishReason, Request, RequestState
 from rackmount.scheduling.request_table import NEVER, RequestTable
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
 from rackmount.scheduling.stop_tokens import StopTokens
+from rackmount_registry.errors import RequestError
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Scheduler:
         """Queues a request. ValueError for one that can never run, or whose id is in use."""
         check_request(request, self.config)
         if request.request_id in self._requests:
-            raise ValueError(
+            raise RequestError(
                 f"request id {request.request_id!r} is in use; unfinished requests must differ"
             )
         rank = request.priority if self.config.policy == "priority" else 0
