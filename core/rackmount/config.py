@@ -11,7 +11,7 @@ from rackmount_registry.plain import misfits
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
 LEAST = {
-    "max_model_len": 1,
+    "max_model_len": 2,  # a prompt of one token, and one of output
     "num_kv_blocks": 1,
     "kv_cache_memory_bytes": 1,
     "block_size": 1,

@@ -7,6 +7,7 @@ rank.
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rackmount_registry.axes import Cut, Group
@@ -63,9 +64,16 @@ class ExpertKernel(Protocol):
 class DispatchContext:
     """What a token dispatcher is built from."""
 
+    num_experts: int
+    """Of the layer, over all ranks."""
     local_experts: Cut
     group: Group
     """Ranks that split the experts."""
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    """Of the tokens."""
+    device: torch.device
 
 
 class TokenDispatcher(Protocol):

@@ -8,8 +8,6 @@ from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 
-torch.set_num_threads(1)
-
 
 def sample(logits: torch.Tensor, *params: SamplingParams) -> tuple[list[int], LogprobTensors]:
     table = SamplingTable(len(params), logits.shape[1], torch.device("cpu"))
