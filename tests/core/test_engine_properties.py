@@ -14,7 +14,7 @@ from tests.helpers.engines import assert_idle, tiny_engine
 
 from rackmount import Engine, SamplingParams
 from rackmount.engine.sequence import Sequence
-from rackmount.execution.worker import StepResult
+from rackmount.execution.messages import StepResult
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.block_pool import BlockPool
 from rackmount.scheduling.plan import StepPlan
@@ -123,7 +123,7 @@ def alone_engine(folder: Path) -> Engine:
 
 def alone(folder: Path, ask: Ask, engine: Engine) -> list[Sequence]:
     """What `ask` gets on its own, within the lengths that `engine` allows."""
-    num_kv_tokens = engine.rack.block_size * engine.core.worker.num_kv_blocks
+    num_kv_tokens = engine.rack.block_size * engine.core.num_kv_blocks
     room = min(engine.rack.max_model_len, num_kv_tokens + 1) - len(ask.prompt)
     max_tokens = min(ask.params.max_tokens or room, room)
     min_tokens = min(ask.params.min_tokens, max_tokens)
@@ -137,14 +137,14 @@ def alone(folder: Path, ask: Ask, engine: Engine) -> list[Sequence]:
 
 def watched(engine: Engine) -> Engine:
     """Holds every step of `engine` against its limits."""
-    execute, config = engine.core.worker.execute, engine.config
+    execute, config = engine.core.executor.step, engine.config
 
     def checked(plan: StepPlan) -> StepResult:
         assert plan.num_tokens.sum() == plan.total_num_tokens <= config.max_num_batched_tokens
         assert 0 < len(plan.rows) == len(set(plan.rows.tolist())) <= config.max_num_seqs
         return execute(plan)
 
-    engine.core.worker.execute = checked  # type: ignore[method-assign]
+    engine.core.executor.step = checked  # type: ignore[method-assign]
     return engine
 
 

@@ -56,7 +56,7 @@ def assert_idle(engine: Engine) -> None:
     stats, scheduler = engine.stats, engine.core.scheduler
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
     assert not scheduler.has_requests
-    assert scheduler.pool.num_free == engine.core.worker.num_kv_blocks
+    assert scheduler.pool.num_free == engine.core.num_kv_blocks
     assert not engine._sequences
 
 

@@ -12,6 +12,7 @@ from rackmount.config import EngineConfig
 from rackmount.engine.core import EngineCore
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
+from rackmount.execution.program import Live
 from rackmount.loading.locate import locate, open_checkpoint
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.params import SamplingParams
@@ -32,7 +33,7 @@ from rackmount_registry.plugins import PluginManager
 
 
 class Engine:
-    """Loads a model and answers prompts, in this process.
+    """Loads a model and answers prompts, in this process or on the ranks that it starts.
 
     Args:
         model: an alias ("qwen3-0.6b"), a hub id ("Qwen/Qwen3-0.6B"), or a path to a folder or file.
@@ -43,6 +44,8 @@ class Engine:
     Raises:
         TypeError: an unknown argument; the nearest legal one is named.
         ConfigError, CheckpointError, SelectionError, PluginError: see their texts.
+        RankError: a rank failed, at start or later; the engine is down then.
+        SystemExit: on the other ranks of an external launch, once rank 0 has closed its engine.
     """
 
     def __init__(
@@ -53,13 +56,16 @@ class Engine:
         report: Report = silent,
         **arguments: Any,
     ) -> None:
-        self.config = EngineConfig.create(model=model, **arguments)
+        self.config = EngineConfig.create(model=str(model), **arguments)
         self.manager = manager or PluginManager.discover()
         path = locate(model, self.manager, report)
         checkpoint = open_checkpoint(path, self.manager)
         try:
             self.rack: Rack = draft_rack(self.config, checkpoint.config, self.manager)
-            self.core = EngineCore(self.rack, checkpoint, report)
+            self.core = EngineCore(
+                path,
+                Live(manager=self.manager, rack=self.rack, checkpoint=checkpoint, report=report),
+            )
             self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
             self._generation_config = dict(checkpoint.generation_config)
             named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
@@ -163,9 +169,11 @@ class Engine:
         return self.core.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Aborts what runs and gives the memory back; the engine cannot be used afterwards."""
+        """Aborts what runs, ends the ranks and gives the memory back; the engine cannot be used
+        afterwards."""
         self._drop(list(self._sequences.values()))
         if hasattr(self, "core"):
+            self.core.close()
             del self.core
 
     def __enter__(self) -> Self:

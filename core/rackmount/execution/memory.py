@@ -23,8 +23,8 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def num_kv_blocks(rack: Rack, free: int) -> int:
-    """Blocks of the KV pool, with the weights already in memory: as asked for, or what fits and can
-    be used.
+    """Blocks of a rank's KV pool, with the weights already in memory: as asked for, or what fits
+    and can be used.
 
     Raises:
         ConfigError: not one block fits.
@@ -37,7 +37,7 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     if budget is None:
         budget = int(free * SHARE[rack.device.type])
         if rack.device.type == "cpu":
-            budget = min(budget, CPU_KV_BYTES)
+            budget = min(budget, CPU_KV_BYTES) // rack.num_ranks  # which share the memory
     fitting = budget // bytes_per_block
     if fitting < 1:
         raise ConfigError(

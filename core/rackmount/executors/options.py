@@ -1,0 +1,18 @@
+"""Options of the executors, apart from them so that reading them imports no torch."""
+
+from dataclasses import dataclass
+
+from rackmount_registry.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class MultiprocessOptions:
+    start_timeout_s: float = 120.0
+    """Until every rank has met the others; loading is not counted."""
+    silence_timeout_s: float = 8.0
+    """A rank gives a sign of life each half second; one silent for so long is taken for stopped."""
+
+    def __post_init__(self) -> None:
+        for name, least in (("start_timeout_s", 0.1), ("silence_timeout_s", 2.0)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
