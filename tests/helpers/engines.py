@@ -25,8 +25,8 @@ TEMPLATE = (
 
 def tiny_engine(folder: Path, **arguments: Any) -> Engine:
     """An engine of small numbers, in blocks of 4 tokens."""
-    small = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 8}
-    return Engine(folder, manager=plugins(), **(small | arguments))
+    small = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 8, "manager": plugins()}
+    return Engine(folder, **(small | arguments))
 
 
 def greedy(max_tokens: int | None = 8, **others: Any) -> SamplingParams:
