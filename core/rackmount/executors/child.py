@@ -27,7 +27,7 @@ def main(line_fd: int, memory_fd: int, written_fd: int, freed_fd: int) -> None:
     memory = mmap(memory_fd, 0)
     threading.Thread(target=_beat, args=(memory, orders), daemon=True).start()
     try:
-        ring = RingReader(memory, 8 * orders.num_ranks, written_fd, freed_fd)
+        ring = RingReader(memory, 8 * orders.num_ranks, written_fd, freed_fd, orders.spin_s)
         with suppress(RingClosed, BrokenPipeError):
             _serve(orders, line, ring)
     except BaseException as error:

@@ -19,6 +19,7 @@ class Orders(msgspec.Struct):
     port: int
     """Of the store where ranks meet, on the loopback; 0 for a single rank."""
     start_timeout_s: float
+    spin_s: float
     driver_pid: int
     program: str
     codec: str

@@ -11,8 +11,13 @@ class MultiprocessOptions:
     """Until every rank has met the others; loading is not counted."""
     silence_timeout_s: float = 8.0
     """A rank gives a sign of life each half second; one silent for so long is taken for stopped."""
+    spin_s: float | None = None
+    """How long a rank looks for the next step before it sleeps; None: a little on GPUs, 0 on
+    CPUs."""
 
     def __post_init__(self) -> None:
         for name, least in (("start_timeout_s", 0.1), ("silence_timeout_s", 2.0)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least {least}")
+        if self.spin_s is not None and not 0 <= self.spin_s <= 1:
+            raise ConfigError(f"spin_s={self.spin_s} must be from 0 to 1")

@@ -8,6 +8,7 @@ after the bytes that it stands for, and the end of either side ends the pipe.
 import os
 import select
 import struct
+import time
 from collections.abc import Callable, Sequence
 from mmap import mmap
 
@@ -75,11 +76,21 @@ class RingWriter:
 
 
 class RingReader:
-    """Reads every message in order."""
+    """Reads every message in order.
 
-    def __init__(self, memory: mmap, offset: int, written: int, freed: int) -> None:
+    Args:
+        spin_s: how long a wait looks again and again before it sleeps. The writer pays for waking
+            those that sleep, and the message comes later to them.
+    """
+
+    def __init__(
+        self, memory: mmap, offset: int, written: int, freed: int, spin_s: float = 0.0
+    ) -> None:
         self._memory, self._offset = memory, offset
         self._written, self._freed = written, freed
+        self._spin_s = spin_s
+        self._poll = select.poll()
+        self._poll.register(written, select.POLLIN)
         self._number = 0
         self._num_ready = self._num_used = 0
 
@@ -99,6 +110,8 @@ class RingReader:
     def _read_slot(self) -> tuple[int, bytes]:
         """(bytes of the message from this slot on, those in it)."""
         if not self._num_ready:
+            if self._spin_s:
+                self._spin()
             self._num_ready = len(os.read(self._written, NUM_SLOTS))
             if not self._num_ready:
                 raise RingClosed
@@ -114,6 +127,11 @@ class RingReader:
             _count(self._freed, self._num_used)
             self._num_used = 0
         return rest, part
+
+    def _spin(self) -> None:
+        deadline = time.monotonic() + self._spin_s
+        while not self._poll.poll(0) and time.monotonic() < deadline:
+            os.sched_yield()
 
 
 def _count(pipe: int, num_slots: int) -> None:
