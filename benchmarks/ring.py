@@ -8,9 +8,9 @@ in turn to the same readers:
 - `send`: what it takes of the driver, which schedules and samples for all, until it goes on;
 - `arrive`: until the last reader has the plan decoded, by the clock that processes share.
 
-Each reader waits in turn for the ring and for its pipe. The driver sleeps before each plan, as
-it does while a step runs. Measured twice: with readers that look for the ring's next plan while they wait,
-as ranks on GPUs do, and with readers that sleep, as on CPUs; those of pipes always sleep.
+Each reader waits in turn for the ring and for its pipe. The driver sleeps before each plan, as it
+does while a step runs. Measured twice: with readers that look for the ring's next plan while they
+wait, as ranks on GPUs do, and with readers that sleep, as on CPUs; those of pipes always sleep.
 """
 
 import argparse
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rackmount_tools.machine import describe_machine
 
 from rackmount import Request, SamplingParams, Scheduler, SchedulerConfig
 from rackmount.execution.codec import MessageCodec
 from rackmount.executors.ring import RING_BYTES, RingReader, RingWriter
 from rackmount.sampling.request import SamplingRequest
 from rackmount.scheduling.plan import StepPlan
+from rackmount_tools.machine import describe_machine
 
 BATCH = 256
 PAUSE_S = 0.001
