@@ -135,7 +135,7 @@ def test_requests_in_flight_end_in_an_error_when_a_rank_is_lost(
     sign: signal.Signals, folder: Path
 ) -> None:
     before = belongings()
-    silence = ("executor.multiprocess.silence_timeout_s=2",)
+    silence = ("executor.multiprocess.silence_timeout_s=4",)
     with tiny_engine(folder, tp=2, plugin_config=silence) as engine:
         streams = [engine.stream(prompt, greedy(30)) for prompt in rows(5, 6, vocab=VOCAB)]
         next(streams[0])
@@ -160,6 +160,16 @@ def test_a_weight_that_is_missing_is_told_by_the_rank_that_misses_it(tmp_path: P
     with pytest.raises(RankError, match=r"^rank \d: CheckpointError: .* are not in the checkpoint"):
         tiny_engine(made, tp=2)
     assert belongings() == before
+
+
+def test_a_model_whose_tokenizer_cannot_be_read_leaves_no_rank(tmp_path: Path) -> None:
+    before = belongings()
+    made, _ = tiny_checkpoint(tmp_path, "llama")
+    (made / "tokenizer.json").write_text("{")
+    with pytest.raises(Exception) as caught:  # of the library
+        tiny_engine(made, tp=2)
+    assert belongings() == before
+    assert caught.value
 
 
 def test_an_engine_that_is_garbage_leaves_nothing(folder: Path) -> None:

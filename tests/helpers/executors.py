@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from tests.helpers.mounting import plugins
 from tests.helpers.ranks import ThreadGroup
+from torch.distributed import TCPStore
 
 from rackmount.executors.multiprocess import MultiprocessExecutor
 from rackmount.executors.options import MultiprocessOptions
@@ -186,11 +188,18 @@ def open_files() -> list[str]:
     return sorted(str(entry.readlink()) for entry in entries if entry.is_symlink())
 
 
+@cache
+def first_store() -> None:
+    """The library under torch's store opens a pipe at its first use, and keeps it for the next."""
+    TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+
+
 def belongings() -> dict[str, Any]:
     """What must be as before once ranks are gone: child processes, open files (pipes, sockets,
     memory) and shared memory."""
+    first_store()
     return {
         "children": children(),
-        "files": open_files(),
+        "files": Counter(open_files()),
         "shared memory": {path.name for path in Path("/dev/shm").iterdir()},
     }

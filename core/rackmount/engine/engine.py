@@ -58,6 +58,9 @@ class Engine:
     ) -> None:
         self.config = EngineConfig.create(model=str(model), **arguments)
         self.manager = manager or PluginManager.discover()
+        self._sequences: dict[str, Sequence] = {}
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(self.config.seed)
         path = locate(model, self.manager, report)
         checkpoint = open_checkpoint(path, self.manager)
         try:
@@ -71,11 +74,11 @@ class Engine:
             named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
             # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
             self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
+        except BaseException:
+            self.close()
+            raise
         finally:
             checkpoint.close()
-        self._sequences: dict[str, Sequence] = {}
-        self._ids = itertools.count()
-        self._seeds = np.random.default_rng(self.config.seed)
 
     def generate(
         self,

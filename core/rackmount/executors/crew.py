@@ -20,7 +20,7 @@ import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not listed
 
 from rackmount.executors.frames import Frame, Kind, Orders
-from rackmount.executors.ring import RING_BYTES, RingWriter
+from rackmount.executors.ring import RING_BYTES, RingClosed, RingWriter
 
 CODE = "import sys; sys.path[:] = {path}; from rackmount.executors.child import main; main{fds}"
 """What a rank runs. No main module is imported again, so the driver's needs no guard."""
@@ -102,15 +102,19 @@ class Crew:
         self._poll.register(line, select.POLLIN)
 
     def send(self, message: bytes, while_waiting: Callable[[], None]) -> None:
-        """Writes a message to the ring; see `RingWriter.write`."""
+        """Writes a message to the ring; see `RingWriter.write`. Ends the ranks where that is
+        interrupted."""
         try:
             self._ring.write(message, while_waiting)
+        except RingClosed:
+            raise
         except BaseException:  # some ranks may have it, others not
             self.end(0)
             raise
 
     def receive(self, timeout_s: float) -> list[Frame]:
-        """What ranks have said, at most one frame of each; empty when the time is over."""
+        """What ranks have said, at most one frame of each; empty when the time is over. Ends
+        the ranks where that is interrupted."""
         ready = self._poll.poll(timeout_s * 1e3)
         try:
             return [self._receive_one(fd) for fd, _ in ready]

@@ -39,6 +39,7 @@ class MultiprocessExecutor:
         self._codec: Codec = import_attribute(launch.codec, "the codec of the ranks")()
         self._number = 0
         self._failure: RankError | None = None
+        self._all_joined = False
         self._crew = Crew(launch.num_ranks)
         self._end = weakref.finalize(self, self._crew.end)
         payload = self._codec.encode(launch.payload)
@@ -60,6 +61,7 @@ class MultiprocessExecutor:
         try:
             self._crew.start(orders)
             self._await_all_joined()
+            self._all_joined = True
             self._collect(0, range(launch.num_ranks))
         except BaseException:
             self._crew.end(0)
@@ -128,6 +130,9 @@ class MultiprocessExecutor:
         return frames
 
     def _check_signs(self) -> None:
+        """Only once all have joined: importing torch may hold a whole process up for long."""
+        if not self._all_joined:
+            return
         for rank in range(self._crew.num_ranks):
             silence = self._crew.silence(rank)
             if silence > self._options.silence_timeout_s:
@@ -151,6 +156,8 @@ class MultiprocessExecutor:
         for frame in troubles:
             if frame.rank not in errors:
                 self._raise(frame.rank, f"rank {frame.rank} {self._crew.fate(frame.rank)}")
+        if not errors:
+            self._raise(0, "a rank has left the ring, and none says why")
         rank, first = min(errors.items(), key=lambda item: item[1].time)
         self._raise(rank, f"rank {rank}: {first.summary}", first.traceback)
 

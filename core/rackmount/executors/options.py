@@ -10,7 +10,8 @@ class MultiprocessOptions:
     start_timeout_s: float = 120.0
     """Until every rank has met the others; loading is not counted."""
     silence_timeout_s: float = 8.0
-    """A rank gives a sign of life each half second; one silent for so long is taken for stopped."""
+    """A rank that has met the others gives a sign of life each half second; one that is silent for
+    so long is taken for stopped."""
     spin_s: float | None = None
     """How long a rank looks for the next step before it sleeps; None: a little on GPUs, 0 on
     CPUs."""
