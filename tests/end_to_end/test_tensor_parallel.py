@@ -96,12 +96,14 @@ def test_every_one_of_many_loads_gives_every_request_the_answer_of_its_run_alone
 def check_equals_one(case: str, folder: Path) -> None:
     family, overrides, tp = CASES[case]
     made, _ = tiny_checkpoint(folder, family, **overrides)
-    outputs, bytes_read = [], []
+    outputs = []
     for arguments in ({}, {"tp": tp}):
         with tiny_engine(made, **arguments) as engine:
             outputs.append(engine.generate(rows(17, 5), EVERYTHING))
             assert_idle(engine)
-            bytes_read.append(engine.core.weight_bytes_read)
+            # The last rank's share of the vocabulary may be smaller.
+            share = engine.core.weight_bytes_read / engine.config.tp
+            assert 0.98 < share / engine.rack.draft.weight_bytes <= 1
     for one, many in zip(*outputs, strict=True):
         assert many.token_ids == one.token_ids
         for mine, other in (
@@ -109,7 +111,6 @@ def check_equals_one(case: str, folder: Path) -> None:
             (many.prompt_logprobs[1:], one.prompt_logprobs[1:]),
         ):
             assert (distributions(mine) - distributions(other)).abs().max() < 1e-5
-    assert bytes_read[1] < 1.5 * bytes_read[0]
 
 
 def test_two_processes_equal_one(tmp_path: Path) -> None:
