@@ -110,10 +110,10 @@ class MultiprocessExecutor:
         while (least := min(seen)) < Kind.JOINED:
             if time.monotonic() > deadline:
                 late = [rank for rank, kind in enumerate(seen) if kind == least]
-                names = ", ".join(map(str, late))
+                names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 self._raise(
                     late[0],
-                    f"rank {names} of {len(seen)} did not come within "
+                    f"{names} of {len(seen)} did not come within "
                     f"{self._options.start_timeout_s} s, the start_timeout_s of "
                     "executor.multiprocess",
                 )
