@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any, Self
 
 from rackmount_registry.errors import ConfigError, did_you_mean
@@ -30,20 +29,22 @@ LEAST = {
 class EngineConfig:
     """Arguments of `Engine`, as given; None and "auto" are resolved when the rack is drafted."""
 
-    model: str | Path
+    model: str
     """An alias, a hub id, or a path to a folder or file."""
     backend: str = "auto"
     """Attention backend."""
     dtype: str = "auto"
     """Of weights and activations; "auto" is the checkpoint's own."""
     device: str = "auto"
-    """"cpu", "cuda" or "cuda:N"; "auto" is the first GPU, else the CPU."""
+    """"cpu", "cuda" or "cuda:N"; "auto" is the first GPU, else the CPU. Ranks of "cuda" have a GPU
+    each."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together; None is what the model claims to know."""
     num_kv_blocks: int | None = None
     """Blocks of the KV pool; None is what `kv_cache_memory_bytes` holds."""
     kv_cache_memory_bytes: int | None = None
-    """None is a share of the free memory, and no more than all sequences at full length need."""
+    """On each rank. None is a share of the free memory, and no more than all sequences at full
+    length need."""
     block_size: int | None = None
     """Tokens per KV block; None is the backend's preference."""
     max_num_seqs: int = 256
@@ -70,8 +71,11 @@ class EngineConfig:
     trust_remote_code: bool = False
     """Run code that comes with a checkpoint (its tokenizer's)."""
     tp: int = 1
+    """Ranks that split every layer."""
     dp: int = 1
     ep: int = 1
+    executor: str = "auto"
+    """How ranks run; "auto" is this process for one, and a process for each of several."""
 
     @classmethod
     def create(cls, **given: Any) -> Self:
@@ -99,12 +103,9 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value} must be at least {least}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
-        for name in ("tp", "dp", "ep"):
+        for name in ("dp", "ep"):
             if getattr(self, name) != 1:
-                raise ConfigError(
-                    f"{name}={getattr(self, name)} needs more than one rank, and no multi-rank "
-                    f"executor is mounted; choose {name}=1"
-                )
+                raise ConfigError(f"{name}={getattr(self, name)} is not supported; choose {name}=1")
 
     @property
     def requested_parts(self) -> Mapping[str, str]:

@@ -1,7 +1,7 @@
 """What the core itself offers, through the same door as everyone else."""
 
 from rackmount_registry import hookimpl
-from rackmount_registry.descriptors import CheckpointReader, CliCommand, ModelSource
+from rackmount_registry.descriptors import CheckpointReader, CliCommand, Executor, ModelSource
 
 
 @hookimpl
@@ -24,6 +24,31 @@ def model_sources() -> list[ModelSource]:
             serves=r"[\w.-]+/[\w.-]+(@[\w.-]+)?",
             summary="the Hugging Face hub: owner/name or owner/name@revision",
         )
+    ]
+
+
+@hookimpl
+def executors() -> list[Executor]:
+    return [
+        Executor(
+            name="in-process",
+            factory="rackmount.executors.in_process:InProcessExecutor",
+            summary="one rank, in the process of the engine",
+            max_ranks=1,
+            order=0,
+        ),
+        Executor(
+            name="multiprocess",
+            factory="rackmount.executors.multiprocess:MultiprocessExecutor",
+            options="rackmount.executors.options:MultiprocessOptions",
+            summary="a process for each rank on this host",
+            order=1,
+        ),
+        Executor(
+            name="external",
+            factory="rackmount.executors.external:ExternalExecutor",
+            summary="processes that a launcher such as torchrun has started, on one host or more",
+        ),
     ]
 
 

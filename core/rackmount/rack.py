@@ -8,10 +8,18 @@ from typing import Any
 import torch
 
 from rackmount.config import DTYPES, EngineConfig
+from rackmount.executors.choice import choose_executor
+from rackmount_registry.axes import Mesh, Solo
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.descriptors import Architecture, AttentionBackend, QuantizationScheme
+from rackmount_registry.descriptors import (
+    Architecture,
+    AttentionBackend,
+    Executor,
+    QuantizationScheme,
+)
 from rackmount_registry.errors import ConfigError, did_you_mean
+from rackmount_registry.executor import Seat
 from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
 from rackmount_registry.offers import Offer, broken_note, normalize
 from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
@@ -21,7 +29,7 @@ from rackmount_registry.selection import AttentionChoice, choose_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Rack:
-    """What `explain` prints and the worker builds."""
+    """What `explain` prints and the worker builds: of one rank, and alike on all."""
 
     config: EngineConfig
     device: torch.device
@@ -32,8 +40,13 @@ class Rack:
     draft: Draft
     parts: PartsChoice
     attention: AttentionChoice
+    executor: Offer[Executor]
     options: GivenOptions
     """Of the parts, as `plugin_config` gives them."""
+
+    @property
+    def num_ranks(self) -> int:
+        return self.config.tp
 
     @property
     def block_size(self) -> int:
@@ -52,9 +65,15 @@ class Rack:
 
 
 def draft_rack(
-    config: EngineConfig, model_config: Mapping[str, Any], manager: PluginManager
+    config: EngineConfig,
+    model_config: Mapping[str, Any],
+    manager: PluginManager,
+    seat: Seat | None = None,
 ) -> Rack:
     """Chooses every part for the model of `model_config` (the content of config.json).
+
+    Args:
+        seat: the rank that drafts; None drafts rank 0 before there are ranks.
 
     Raises:
         PluginError: no mounted plugin has the architecture or the quantization scheme.
@@ -63,10 +82,13 @@ def draft_rack(
     """
     reader = ConfigReader(model_config, f"config.json of {config.model}")
     architecture = manager.claimed(Architecture, _architecture(reader))
-    device, dtype = _device(config.device), _dtype(config.dtype, reader)
+    device = torch.device(seat.device) if seat else _device(config)
+    dtype = _dtype(config.dtype, reader)
+    # A draft asks a group for nothing but its place and size.
+    mesh = Mesh.tensor_parallel(seat.group if seat else Solo(size=config.tp))
     options = parse_options(config.plugin_config, manager.offers())
     scheme, scheme_part = _scheme(config, reader, manager, options)
-    drafted = draft(architecture.load(), reader, dtype=dtype, scheme=scheme_part)
+    drafted = draft(architecture.load(), reader, dtype=dtype, mesh=mesh, scheme=scheme_part)
     demand = Demand(
         device=device.type, compute_capability=_capability(device), dtype=_name(dtype), num_ranks=1
     )
@@ -82,10 +104,9 @@ def draft_rack(
         opted_in,
         manager.broken,
     )
-    check_options(
-        options,
-        [*parts.offers(), attention.prefill, attention.decode, *([scheme] if scheme else [])],
-    )
+    executor = choose_executor(manager, config.executor, config.tp, opted_in)
+    chosen = [*parts.offers(), attention.prefill, attention.decode, executor]
+    check_options(options, [*chosen, scheme] if scheme else chosen)
     return Rack(
         config=config,
         device=device,
@@ -96,6 +117,7 @@ def draft_rack(
         draft=drafted,
         parts=parts,
         attention=attention,
+        executor=executor,
         options=options,
     )
 
@@ -119,7 +141,8 @@ def _architecture(reader: ConfigReader) -> str:
     return str(names[0])
 
 
-def _device(name: str) -> torch.device:
+def _device(config: EngineConfig) -> torch.device:
+    name = config.device
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -128,6 +151,11 @@ def _device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N") from error
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"device={name!r} must be auto, cpu, cuda or cuda:N")
+    if config.tp > 1 and device.index is not None:
+        raise ConfigError(
+            f"device={name!r} names one device, and tp={config.tp} ranks need one each; "
+            f"choose device={device.type!r}"
+        )
     return device
 
 

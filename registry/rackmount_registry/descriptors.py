@@ -145,6 +145,18 @@ class ModelSource(Descriptor):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Executor(Descriptor):
+    """A way to run ranks. `factory(launch: rackmount_registry.executor.Launch)` gives an
+    `executor.Executor`."""
+
+    kind: ClassVar[str] = "executor"
+    max_ranks: int | None = None
+    """None: as many as the devices allow."""
+    order: int | None = None
+    """Place among those that `auto` tries, lower first; None: only when asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CliCommand(Descriptor):
     """A command of the `rackmount` program. `factory` is a typer app or a function that typer can
     register."""

@@ -12,6 +12,7 @@ from rackmount_registry.descriptors import (
     AttentionBackend,
     CheckpointReader,
     CliCommand,
+    Executor,
     ExpertKernel,
     LinearKernel,
     ModelSource,
@@ -64,6 +65,11 @@ def checkpoint_readers() -> list[CheckpointReader]:  # type: ignore[empty-body]
 @hookspec
 def model_sources() -> list[ModelSource]:  # type: ignore[empty-body]
     """Aliases, and ways to fetch a model."""
+
+
+@hookspec
+def executors() -> list[Executor]:  # type: ignore[empty-body]
+    """Ways to run ranks."""
 
 
 @hookspec

@@ -122,6 +122,22 @@ def test_kv_bytes_per_token_of_well_known_models_in_bfloat16(
     assert f"KV per token: {kibibytes} KiB in bfloat16" in explain(folder).stdout
 
 
+def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
+    one, four = figures(folder), figures(folder, "--tp", "4", "--memory-gib", "80")
+    assert 0.25 < four["weight_bytes"] / one["weight_bytes"] < 0.26
+    assert four["kv_bytes_per_token"]["bfloat16"] == 28 * 1024
+    sixteen = figures(folder, "--tp", "16")["kv_bytes_per_token"]["bfloat16"]
+    assert sixteen == 14 * 1024  # 8 KV heads, each on two ranks
+    text = explain(folder, "--tp", "4").stdout
+    assert "4 ranks" in text and "executor: multiprocess (rackmount-core" in text
+
+
+def test_more_ranks_than_divide_the_model_are_refused_with_the_legal_numbers(folder):
+    result = explain(folder, "--tp", "3")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "3 ranks do not divide heads=16; choose one of 1, 2, 4, 8, 16" in result.stderr
+
+
 def test_the_config_file_alone_is_enough(folder):
     assert figures(folder / "config.json")["weight_bytes"] == 2 * 596_049_920
 

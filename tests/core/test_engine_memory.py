@@ -25,10 +25,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def num_blocks(folder: Path, **arguments: Any) -> int:
     engine = Engine(folder, manager=plugins(), **arguments)
-    worker, block_size = engine.core.worker, engine.rack.block_size
+    core, block_size = engine.core, engine.rack.block_size
     assert engine.rack.kv_bytes_per_token == TOKEN
-    assert worker.kv_bytes == worker.num_kv_blocks * block_size * TOKEN
-    return worker.num_kv_blocks
+    assert core.kv_bytes == core.num_kv_blocks * block_size * TOKEN
+    return core.num_kv_blocks
 
 
 def test_the_pool_is_as_asked_for(folder: Path) -> None:
@@ -68,6 +68,7 @@ def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
         kv_bytes_per_token=1024,
         block_size=16,
         blocks_per_sequence=100,
+        num_ranks=1,
     )
     assert num_kv_blocks(rack, free=64 << 20) == (32 << 20) // (16 * 1024)
     assert num_kv_blocks(rack, free=64 << 30) == (4 << 30) // (16 * 1024)

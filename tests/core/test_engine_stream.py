@@ -19,7 +19,7 @@ from tests.helpers.engines import (
 )
 
 from rackmount import Engine, SamplingParams, TextChunk
-from rackmount.execution.worker import StepResult
+from rackmount.execution.messages import StepResult
 
 BROKEN = "\ufffd"
 
@@ -189,13 +189,13 @@ def test_a_step_that_raises_ends_what_it_ran_and_the_engine_lives(
     expected = tokens_of(engine, prompts, greedy(9))
     other = engine.stream(prompts[0], greedy(9, prompt_logprobs=1))
     tokens = [*next(other).token_ids]
-    execute = engine.core.worker.execute
+    execute = engine.core.executor.step
 
     def fail_once(plan: Any) -> StepResult:
-        monkeypatch.setattr(engine.core.worker, "execute", execute)
+        monkeypatch.setattr(engine.core.executor, "step", execute)
         raise error
 
-    monkeypatch.setattr(engine.core.worker, "execute", fail_once)
+    monkeypatch.setattr(engine.core.executor, "step", fail_once)
     with pytest.raises(error):
         engine.generate(prompts[1:], greedy(9))
     ends = list(other)

@@ -25,8 +25,8 @@ TEMPLATE = (
 
 def tiny_engine(folder: Path, **arguments: Any) -> Engine:
     """An engine of small numbers, in blocks of 4 tokens."""
-    small = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 8}
-    return Engine(folder, manager=plugins(), **(small | arguments))
+    small = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 8, "manager": plugins()}
+    return Engine(folder, **(small | arguments))
 
 
 def greedy(max_tokens: int | None = 8, **others: Any) -> SamplingParams:
@@ -56,7 +56,7 @@ def assert_idle(engine: Engine) -> None:
     stats, scheduler = engine.stats, engine.core.scheduler
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0)
     assert not scheduler.has_requests
-    assert scheduler.pool.num_free == engine.core.worker.num_kv_blocks
+    assert scheduler.pool.num_free == engine.core.num_kv_blocks
     assert not engine._sequences
 
 

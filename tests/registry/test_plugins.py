@@ -17,6 +17,7 @@ from rackmount_registry.descriptors import (
     CheckpointReader,
     CliCommand,
     Descriptor,
+    Executor,
     ExpertKernel,
     LinearKernel,
     ModelSource,
@@ -350,6 +351,7 @@ PARTS: dict[str, Descriptor] = {
     "token_dispatchers": TokenDispatcher(name="x", layout="contiguous", **KERNEL),
     "checkpoint_readers": CheckpointReader(name="x", factory="m:f", patterns=("*.x",)),
     "model_sources": ModelSource(name="x", factory="m:f", serves="x/.*"),
+    "executors": Executor(name="x", factory="m:f", max_ranks=1),
     "cli_commands": CliCommand(name="x", factory="m:f"),
 }
 

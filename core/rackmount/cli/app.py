@@ -97,3 +97,7 @@ def _broken(manager: PluginManager) -> str | None:
     if not manager.broken:
         return None
     return f"Plugins that could not be loaded: {len(manager.broken)}; see `rackmount plugins`."
+
+
+if __name__ == "__main__":
+    main()

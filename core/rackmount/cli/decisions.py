@@ -94,6 +94,13 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
             "expert_kernel + token_dispatcher", form, [pair.kernel, pair.dispatcher], pair
         )
     yield _chosen("attention_backend", "", [attention.prefill, attention.decode], attention)
+    yield Decision(
+        kind="executor",
+        use="",
+        winner=_with_origin(rack.executor),
+        why="requested" if rack.config.executor != "auto" else "the first that takes so many ranks",
+        candidates=(),
+    )
 
 
 def _chosen(

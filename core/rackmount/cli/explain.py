@@ -106,7 +106,8 @@ def _kv_bytes_per_token(rack: Rack) -> dict[str, int]:
 
 def _fitting_blocks(rack: Rack, memory: int | None) -> tuple[int | None, str | None]:
     """Blocks that fit into `memory` beside the weights; or None, and why."""
-    config, weights = rack.config, rack.draft.weight_bytes
+    sharing = rack.num_ranks if rack.device.type == "cpu" else 1
+    config, weights = rack.config, rack.draft.weight_bytes * sharing
     if memory is None and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
         return None, f"{rack.device} is not here; --memory-gib says how much memory to count with"
     if memory is not None and memory < weights:

@@ -62,6 +62,7 @@ class EngineOptions:
     tp: Annotated[int, _engine("Ranks of tensor parallelism.")] = 1
     dp: Annotated[int, _engine("Ranks of data parallelism.")] = 1
     ep: Annotated[int, _engine("Ranks of expert parallelism.")] = 1
+    executor: Annotated[str, _engine("How ranks run.")] = "auto"
 
     def arguments(self) -> dict[str, Any]:
         """As keyword arguments."""

@@ -15,19 +15,21 @@ UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 def startup_report(engine: "Engine") -> list[str]:
     """What was mounted and why, and what the memory holds; a line each."""
-    rack, worker = engine.rack, engine.core.worker
+    rack, core = engine.rack, engine.core
+    each = " on each rank" if rack.num_ranks > 1 else ""
     return [
         headline(rack),
         *map(str, decisions(rack, engine.manager)),
-        f"weights: {size(rack.draft.weight_bytes)} ({size(worker.weight_bytes_read)} read)",
-        f"KV memory: {size(worker.kv_bytes)}",
-        *capacity(rack, worker.num_kv_blocks),
+        f"weights: {size(rack.draft.weight_bytes)}{each} ({size(core.weight_bytes_read)} read)",
+        f"KV memory: {size(core.kv_bytes)}",
+        *capacity(rack, core.num_kv_blocks),
     ]
 
 
 def headline(rack: Rack) -> str:
     """The model and how it runs."""
-    return f"{rack.config.model} in {dtype_name(rack.dtype)} on {rack.device}"
+    ranks = f", {rack.num_ranks} ranks" if rack.num_ranks > 1 else ""
+    return f"{rack.config.model} in {dtype_name(rack.dtype)} on {rack.device}{ranks}"
 
 
 def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:

@@ -1,19 +1,21 @@
-"""The engine core: scheduler and worker, step by step, in token ids alone."""
+"""The engine core: scheduler and executor, step by step, in token ids alone."""
 
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-from rackmount.execution.worker import StepResult, Worker
-from rackmount.rack import Rack
+from rackmount.execution.messages import Carve, Load, RankSetup, StepResult
+from rackmount.execution.program import Live
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.request import FinishReason, Request
 from rackmount.scheduling.scheduler import Scheduler
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
-from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.errors import RequestError
+from rackmount_registry.executor import Executor, Launch, RankError
+from rackmount_registry.options import instantiate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +35,29 @@ class Event:
 class EngineCore:
     """Schedules, executes, updates. One call of `step` is one forward of the model."""
 
-    def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
-        self.worker = Worker(rack, checkpoint, report)
+    def __init__(self, path: Path, live: Live) -> None:
+        rack = live.rack
         config = rack.config
+        launch = Launch(
+            program="rackmount.execution.program:RankProgram",
+            codec="rackmount.execution.codec:MessageCodec",
+            payload=RankSetup(config=config, path=str(path), manifest=live.manager.manifest()),
+            live=live,
+            num_ranks=rack.num_ranks,
+            device=str(rack.device),
+        )
+        self.executor: Executor = instantiate(rack.executor, rack.options, launch)
+        try:
+            loaded = self.executor.call(Load())
+            self.weight_bytes_read = sum(each.weight_bytes_read for each in loaded)
+            self.num_kv_blocks = min(each.num_kv_blocks for each in loaded)
+            carved = self.executor.call(Carve(num_kv_blocks=self.num_kv_blocks))
+            self.kv_bytes = sum(each.kv_bytes for each in carved)
+        except BaseException:
+            self.executor.close()
+            raise
         self._limits = SchedulerConfig(
-            num_blocks=self.worker.num_kv_blocks,
+            num_blocks=self.num_kv_blocks,
             block_size=rack.block_size,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -50,13 +70,17 @@ class EngineCore:
         self.scheduler = Scheduler(self._limits)
         self.events: deque[Event] = deque()
         """What steps did, oldest first, for whoever drives the core to take."""
+        self._down: RankError | None = None
 
     @property
     def stats(self) -> SchedulerStats:
         return self.scheduler.stats
 
     def add(self, request: Request) -> None:
-        """Queues a request. RequestError for one that can never run."""
+        """Queues a request. RequestError for one that can never run, RankError where no rank is
+        left."""
+        if self._down:
+            raise RankError(self._down.rank, f"the engine is down: {self._down}")
         with self._restarting():
             self.scheduler.add(request)
 
@@ -69,7 +93,7 @@ class EngineCore:
         """One step, whose events are added to `events`; False when there is nothing to do.
 
         Where the model raises, or is interrupted, the requests that it ran end as "error" and the
-        others go on.
+        others go on; with a RankError all requests end so, and the core takes no more.
         """
         failure: BaseException | None = None
         with self._restarting():
@@ -78,10 +102,14 @@ class EngineCore:
                 assert not self.scheduler.has_requests, "requests wait, and nothing can run"
                 return False
             try:
-                result = self.worker.execute(plan)
+                result: StepResult = self.executor.step(plan)
             except BaseException as error:
                 failure = error
-                self.events.extend(_error(each.request_id) for each in self.scheduler.fail(plan))
+                failed = self.scheduler.fail(plan)
+                if isinstance(error, RankError):
+                    self._down = error
+                    failed += self.scheduler.finish_all("error")
+                self.events.extend(_error(each.request_id) for each in failed)
             else:
                 for request_id in result.failed:
                     self.scheduler.finish(request_id, "error")
@@ -103,6 +131,10 @@ class EngineCore:
             lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
             self.events.extend(map(_error, lost))
             raise
+
+    def close(self) -> None:
+        """Ends the ranks."""
+        self.executor.close()
 
     def _events(self, output: StepOutput, result: StepResult) -> list[Event]:
         ended = {request.request_id for request in output.finished}

@@ -15,6 +15,7 @@ from rackmount.engine.core import EngineCore, Event
 from rackmount.engine.group import Group
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
+from rackmount.execution.program import Live
 from rackmount.loading.locate import locate, open_checkpoint
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.params import SamplingParams
@@ -35,7 +36,7 @@ from rackmount_registry.plugins import PluginManager
 
 
 class Engine:
-    """Loads a model and answers prompts, in this process.
+    """Loads a model and answers prompts, in this process or on the ranks that it starts.
 
     Args:
         model: an alias ("qwen3-0.6b"), a hub id ("Qwen/Qwen3-0.6B"), or a path to a folder or file.
@@ -46,6 +47,8 @@ class Engine:
     Raises:
         TypeError: an unknown argument; the nearest legal one is named.
         ConfigError, CheckpointError, SelectionError, PluginError: see their texts.
+        RankError: a rank failed, at start or later; the engine is down then.
+        SystemExit: on the other ranks of an external launch, once rank 0 has closed its engine.
     """
 
     def __init__(
@@ -56,21 +59,10 @@ class Engine:
         report: Report = silent,
         **arguments: Any,
     ) -> None:
-        self.config = EngineConfig.create(model=model, **arguments)
+        self.config = EngineConfig.create(model=str(model), **arguments)
         self.manager = manager or PluginManager.discover()
-        path = locate(model, self.manager, report)
-        checkpoint = open_checkpoint(path, self.manager)
-        try:
-            # The tokenizer first: if it is broken, that is known before gigabytes are read.
-            self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
-            self._rack: Rack | None = draft_rack(self.config, checkpoint.config, self.manager)
-            self._core: EngineCore | None = EngineCore(self._rack, checkpoint, report)
-            self._generation_config = dict(checkpoint.generation_config)
-            named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
-            # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
-            self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
-        finally:
-            checkpoint.close()
+        self._rack: Rack | None = None
+        self._core: EngineCore | None = None
         self._sequences: dict[str, Sequence] = {}
         """By request id, until they end."""
         self._dropped: deque[str] = deque()
@@ -78,6 +70,26 @@ class Engine:
         self._at_work = False
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed)
+        path = locate(model, self.manager, report)
+        checkpoint = open_checkpoint(path, self.manager)
+        try:
+            # The tokenizer first: if it is broken, that is known before gigabytes are read.
+            self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
+            rack = draft_rack(self.config, checkpoint.config, self.manager)
+            self._rack = rack
+            self._core = EngineCore(
+                path,
+                Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),
+            )
+            self._generation_config = dict(checkpoint.generation_config)
+            named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
+            # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
+            self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            checkpoint.close()
 
     def generate(
         self,
@@ -186,9 +198,13 @@ class Engine:
         return self.core.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
-        """Aborts what runs and gives the memory back; the engine cannot be used afterwards."""
+        """Aborts what runs, ends the ranks and gives the memory back; the engine cannot be used
+        afterwards."""
         self._drop(list(self._sequences.values()))
-        self._core = self._rack = None  # the sockets of the rack's draft hold the weights
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+        self._rack = None  # the sockets of its draft hold the weights
         gc.collect()  # a traced graph refers to itself
 
     def __enter__(self) -> Self:

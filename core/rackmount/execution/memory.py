@@ -37,8 +37,8 @@ def _left_to_container() -> int:
 
 
 def num_kv_blocks(rack: Rack, free: int) -> int:
-    """Blocks of the KV pool, with the weights already in memory: as asked for, or what fits and can
-    be used.
+    """Blocks of a rank's KV pool, with the weights already in memory: as asked for, or what fits
+    and can be used.
 
     Raises:
         ConfigError: not one block fits, or not as many as asked for.
@@ -56,7 +56,8 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     if budget is None:
         budget = int(free * SHARE[rack.device.type])
         if rack.device.type == "cpu":
-            budget = min(budget, CPU_KV_BYTES)
+            # Ranks share the memory of the host.
+            budget = min(budget, CPU_KV_BYTES) // rack.num_ranks
     elif budget > free:
         raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
     fitting = budget // bytes_per_block

@@ -1,6 +1,5 @@
 """The worker of one device: carries out step plans."""
 
-from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rackmount.execution.batch import FlatBatch, PersistentBatch
-from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.messages import StepResult
 from rackmount.execution.step import PagedStep
 from rackmount.rack import Rack
 from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
@@ -26,23 +25,8 @@ MAX_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that are held at once."""
 
 
-@dataclass(kw_only=True)
-class StepResult:
-    """What a step brings back to the engine core."""
-
-    token_ids: np.ndarray
-    """int32 [S], for the rows that sample, in the order of the plan."""
-    failed: list[str] = field(default_factory=list)
-    """Requests whose logits leave no token to sample: NaN, or every token banned."""
-    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
-    """Of the sampled token, by request."""
-    prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = field(default_factory=dict)
-    """By request: position of the first prompt token that they are of, and one for each from
-    there."""
-
-
 class Worker:
-    """Weights, KV cache, persistent batch and sampler of one rank."""
+    """Weights, KV cache, persistent batch and sampler of one rank. `carve` comes before steps."""
 
     def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
         if rack.device.type == "cuda" and not torch.cuda.is_available():
@@ -58,8 +42,6 @@ class Worker:
             max_positions=rack.max_model_len,
         )
         self.weight_bytes_read = fill(self.mounted, checkpoint, report)
-        self.num_kv_blocks = num_kv_blocks(rack, free_bytes(rack.device) or 0)
-        self._mount_attention()
         self.batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=rack.max_model_len,
@@ -72,7 +54,8 @@ class Worker:
         table = SamplingTable(config.max_num_seqs, rack.draft.vocab_size, rack.device)
         self._sampler = Sampler(table)
 
-    def _mount_attention(self) -> None:
+    def carve(self, num_kv_blocks: int) -> int:
+        """Mounts attention over a pool of so many blocks, and gives its bytes."""
         rack = self.rack
         context = AttentionContext(
             block_size=rack.block_size,
@@ -89,12 +72,12 @@ class Worker:
             decode = instantiate(choice.decode, rack.options, context)
         caches = [
             torch.empty(
-                prefill.cache_shape(spec, self.num_kv_blocks), dtype=spec.dtype, device=rack.device
+                prefill.cache_shape(spec, num_kv_blocks), dtype=spec.dtype, device=rack.device
             )
             for spec in rack.draft.cache_specs(rack.dtype)
         ]
-        self.kv_bytes = sum(cache.nbytes for cache in caches)
         self._step.mount(prefill, decode, caches)
+        return sum(cache.nbytes for cache in caches)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -127,7 +110,8 @@ class Worker:
             self._prompt_rows.discard(row)
             table.release(row)
         for entry in plan.admitted:
-            sampling = cast(SamplingRequest, entry.sampling)
+            sampling = entry.sampling
+            assert sampling is not None, "every request of an engine samples"
             self._requests[entry.row] = entry.request_id, sampling
             self._prompt_rows.discard(entry.row)  # a step that broke has not told what it released
             if sampling.params.prompt_logprobs is not None:

@@ -7,6 +7,8 @@ appended.
 import msgspec
 import numpy as np
 
+from rackmount.sampling.request import SamplingRequest
+
 
 class RowAdmission(msgspec.Struct, array_like=True, gc=False):
     """A request enters a row. Everything that the worker must know about it."""
@@ -20,7 +22,7 @@ class RowAdmission(msgspec.Struct, array_like=True, gc=False):
     """Tokens whose KV is in the blocks already."""
     block_ids: list[np.ndarray]
     """int32, per KV group."""
-    sampling: object
+    sampling: SamplingRequest | None
 
 
 class Growth(msgspec.Struct, array_like=True, gc=False):
@@ -34,7 +36,7 @@ class Growth(msgspec.Struct, array_like=True, gc=False):
     """int32 [G]."""
 
 
-class StepPlan(msgspec.Struct, array_like=True, gc=False):
+class StepPlan(msgspec.Struct, array_like=True, gc=False, tag=True):
     """One step. Released rows come first, then admitted ones (a row may be both), then growth."""
 
     released: list[int]

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from rackmount.sampling.request import SamplingRequest
 from rackmount.scheduling.block_pool import Block
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -36,7 +37,7 @@ class Request:
     """Prefix hits happen only between requests of equal salt."""
     use_cached_prefix: bool = True
     """False: every prompt position is computed, as prompt logprobs need."""
-    sampling: object = None
+    sampling: SamplingRequest | None = None
     """Goes to the worker untouched."""
 
     state: RequestState = RequestState.WAITING

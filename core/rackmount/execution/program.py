@@ -1,0 +1,70 @@
+"""The program of a rank: a worker that answers the engine core's messages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup, StepResult
+from rackmount.execution.worker import Worker
+from rackmount.loading.locate import open_checkpoint
+from rackmount.rack import Rack, draft_rack
+from rackmount.scheduling.plan import StepPlan
+from rackmount_registry.checkpoint import Checkpoint, Report, silent
+from rackmount_registry.executor import Seat
+from rackmount_registry.plugins import PluginManager
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """What the driver's process has already, for a rank in it."""
+
+    manager: PluginManager
+    rack: Rack
+    checkpoint: Checkpoint
+    report: Report
+
+
+class RankProgram:
+    """A `rackmount_registry.executor.Program`. `Load`, `Carve`, then any number of `StepPlan`s.
+
+    Raises:
+        PluginError: this process mounts other plugins than the driver.
+    """
+
+    def __init__(self, seat: Seat, setup: RankSetup, live: Live | None = None) -> None:
+        self._worker: Worker | None = None
+        manager = live.manager if live else PluginManager.discover()
+        manager.prove(setup.manifest)
+        self._own = None if live else open_checkpoint(Path(setup.path), manager)
+        self._checkpoint = live.checkpoint if live else self._own
+        self._report = live.report if live and seat.rank == 0 else silent
+        if live and seat.num_ranks == 1:
+            self._rack = live.rack
+        else:
+            assert self._checkpoint is not None
+            self._rack = draft_rack(setup.config, self._checkpoint.config, manager, seat)
+
+    def answer(self, request: Load | Carve | StepPlan) -> Loaded | Carved | StepResult:
+        if isinstance(request, Load):
+            return self._load()
+        assert self._worker is not None, "weights come first"
+        if isinstance(request, Carve):
+            return Carved(kv_bytes=self._worker.carve(request.num_kv_blocks))
+        result: StepResult = self._worker.execute(request)
+        return result
+
+    def _load(self) -> Loaded:
+        assert self._checkpoint is not None, "weights are loaded once"
+        self._worker = Worker(self._rack, self._checkpoint, self._report)
+        self._checkpoint = None
+        if self._own:
+            self._own.close()
+        return Loaded(
+            num_kv_blocks=num_kv_blocks(self._rack, free_bytes(self._rack.device) or 0),
+            weight_bytes_read=self._worker.weight_bytes_read,
+        )
+
+    def close(self) -> None:
+        if self._own:
+            self._own.close()
+        self.__dict__.clear()
