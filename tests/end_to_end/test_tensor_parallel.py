@@ -82,7 +82,7 @@ def check_loads(two: Engine, folder: Path, max_examples: int) -> None:
 def test_every_load_gives_every_request_the_answer_of_its_run_alone(
     two: Engine, folder: Path
 ) -> None:
-    check_loads(two, folder, 20)
+    check_loads(two, folder, 12)
     assert two.stats.total_preemptions > 0
 
 
@@ -131,7 +131,9 @@ def test_processes_of_other_plugins_are_refused_with_rank_and_distribution(folde
     assert belongings() == before
 
 
-@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)], ids=str
+)
 def test_requests_in_flight_end_in_an_error_when_a_rank_is_lost(
     sign: signal.Signals, folder: Path
 ) -> None:
@@ -234,6 +236,7 @@ def launched(num_ranks: int, *arguments: str) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.slow
 def test_ranks_of_a_launcher_answer_once_and_end(tmp_path: Path) -> None:
     made = chain_checkpoint(tmp_path)
     options = ("--tp", "1", "--executor", "external", "--max-tokens", "5", "--temperature", "0")

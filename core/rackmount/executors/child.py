@@ -76,7 +76,11 @@ def _serve(orders: Orders, line: Connection, ring: RingReader) -> None:
 
 
 def _beat(memory: mmap, orders: Orders) -> None:
-    """Writes the time where the driver looks for it, for as long as there is one."""
+    """Writes the time where the driver looks for it, for as long as there is one.
+
+    The kernel's own signal for a parent's death is of no use: it comes when the thread that started
+    this process ends.
+    """
     signs = memoryview(memory).cast("B")[: 8 * orders.num_ranks].cast("d")
     while os.getppid() == orders.driver_pid:
         signs[orders.rank] = time.monotonic()

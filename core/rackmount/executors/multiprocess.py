@@ -60,9 +60,7 @@ class MultiprocessExecutor:
 
         try:
             self._crew.start(orders)
-            self._await_all_joined()
-            self._all_joined = True
-            self._collect(0, range(launch.num_ranks))
+            self._await_programs()
         except BaseException:
             self._crew.end(0)
             raise
@@ -102,13 +100,16 @@ class MultiprocessExecutor:
                 if frame.number == number:
                     answers[frame.rank] = frame.body
                     missing.remove(frame.rank)
-        return [self._codec.decode(body) if body else None for body in answers.values()]
+        return [self._codec.decode(body) for body in answers.values()]
 
-    def _await_all_joined(self) -> None:
+    def _await_programs(self) -> None:
+        """Until the program of every rank stands. Building it takes as long as it takes; only the
+        meeting before it has a deadline."""
         seen = [-1] * self._crew.num_ranks
         deadline = time.monotonic() + self._options.start_timeout_s
-        while (least := min(seen)) < Kind.JOINED:
-            if time.monotonic() > deadline:
+        while (least := min(seen)) < Kind.ANSWER:
+            self._all_joined = least == Kind.JOINED
+            if not self._all_joined and time.monotonic() > deadline:
                 late = [rank for rank, kind in enumerate(seen) if kind == least]
                 names = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
                 self._raise(
@@ -119,6 +120,7 @@ class MultiprocessExecutor:
                 )
             for frame in self._frames():
                 seen[frame.rank] = frame.kind
+        self._all_joined = True
 
     def _frames(self) -> list[Frame]:
         """What ranks say next, if they do so soon. Raises where one is in trouble."""
