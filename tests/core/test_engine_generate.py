@@ -16,7 +16,7 @@ from tests.helpers.engines import (
 )
 
 from rackmount import Completion, Engine, SamplingParams
-from rackmount.execution.worker import StepResult
+from rackmount.execution.messages import StepResult
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.errors import ConfigError
 
@@ -275,7 +275,9 @@ def test_a_closed_engine_gives_its_memory_back(folder: Path) -> None:
         stream = engine.stream(rows(5)[0], greedy(20))
         next(stream)
         weights = [weakref.ref(each.tensor) for each in engine.rack.draft.storages()]
-        caches = [weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches]
+        caches = [
+            weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches
+        ]
     assert [reference() for reference in weights + caches] == [None] * (len(weights) + 2)
     assert [chunk.finish_reason for chunk in stream] == ["abort"]
     engine.close()
