@@ -28,9 +28,8 @@ help: ## List the targets
 demo: $(READY) ## Ask a small real model one question on this machine
 	$(BIN)/rackmount run smollm2-135m "What is the capital of France?" --chat --temperature 0
 
-# One thread in each of the two workers: more would have them fight over the cores.
 test: $(READY) ## Run the tests that need no GPU and little time
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(READY) ## Run the slow tests
 	$(BIN)/pytest -m "slow and not gpu" --timeout 1200

@@ -9,8 +9,9 @@ counts.
 
 import argparse
 import json
-import platform
+import shlex
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,7 @@ from rackmount import Engine, SamplingParams
 from rackmount.loading.locate import locate, open_checkpoint
 from rackmount_registry.checkpoint import silent
 from rackmount_registry.plugins import PluginManager
+from rackmount_tools.machine import describe_machine
 
 PROMPT_TOKENS = 64
 
@@ -98,15 +100,15 @@ def main() -> None:
             f"transformers {medians['transformers']:.2f} ms, {ratio:.2f}x"
         )
     if args.out:
-        machine = {
-            "processor": platform.processor() or platform.machine(),
-            "threads": torch.get_num_threads(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dtype": args.dtype,
+        machine = describe_machine("torch", "transformers") | {"threads": torch.get_num_threads()}
+        record = {
+            "command": shlex.join(["python", *sys.argv]),
+            "machine": machine,
             "model": args.model,
+            "dtype": args.dtype,
+            "decode_ms": results,
         }
-        args.out.write_text(json.dumps({"machine": machine, "decode_ms": results}, indent=1) + "\n")
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

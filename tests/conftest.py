@@ -1,11 +1,21 @@
 """What holds for every test."""
 
 import os
+import re
 
 import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Only the GPU lane sees a GPU: the others are of the CPU, on whatever machine they run."""
-    if config.getoption("markexpr") != "gpu":
+    """Only the GPU lane sees a GPU: the others are of the CPU, on whatever machine they run.
+
+    One thread each: several workers with several threads would fight over the cores.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if not asks_for_gpu(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def asks_for_gpu(markexpr: str) -> bool:
+    """Whether `-m` names the tests that need a GPU, and not to leave them out."""
+    return re.search(r"(?<!\bnot )\bgpu\b", " ".join(markexpr.split())) is not None

@@ -17,7 +17,7 @@ class DenseLinear:
         if dense.device.type == "cpu" and dense.dtype == torch.float32:
             # A fifth of the time of a decoding step: MKL is slow on few rows times a transposed
             # matrix. The new memory takes the old one's place, so that no weight is held twice.
-            dense.set_(dense.t().contiguous().t())
+            dense.data = dense.t().contiguous().t()
         return dense
 
     def run(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:

@@ -9,6 +9,20 @@ from rackmount_registry.plain import misfits
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
+LEAST = {
+    "max_model_len": 2,  # a prompt of one token, and one of output
+    "num_kv_blocks": 1,
+    "kv_cache_memory_bytes": 1,
+    "block_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "long_prefill_token_threshold": 0,
+    "seed": 0,
+    "tp": 1,
+    "dp": 1,
+    "ep": 1,
+}
+"""Smallest legal values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +97,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if wrong := "; ".join(misfits(self, EngineConfig, "Engine")):
             raise ConfigError(wrong)
-        for name, least in _LEAST.items():
+        for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
@@ -98,13 +112,6 @@ class EngineConfig:
         """Kind -> name asked for, of the parts that the mount chooses."""
         kinds = ("expert_kernel", "linear_kernel", "op_set", "token_dispatcher")
         return {kind: getattr(self, kind) for kind in kinds}
-
-
-_LEAST = {
-    **dict.fromkeys(("long_prefill_token_threshold", "seed"), 0),
-    **dict.fromkeys(("max_model_len", "num_kv_blocks", "kv_cache_memory_bytes", "block_size"), 1),
-    **dict.fromkeys(("max_num_seqs", "max_num_batched_tokens", "tp", "dp", "ep"), 1),
-}
 
 
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:

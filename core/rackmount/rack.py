@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rackmount.config import EngineConfig
+from rackmount.config import DTYPES, EngineConfig
 from rackmount.executors.choice import choose_executor
 from rackmount_registry.axes import Mesh, Solo
 from rackmount_registry.capabilities import Demand
@@ -111,7 +111,7 @@ def draft_rack(
         config=config,
         device=device,
         dtype=dtype,
-        max_model_len=_max_model_len(config, reader),
+        max_model_len=_max_model_len(config, reader, drafted),
         architecture=architecture,
         scheme=scheme,
         draft=drafted,
@@ -167,10 +167,11 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
 
 def _dtype(name: str, reader: ConfigReader) -> torch.dtype:
     if name == "auto":
-        name = reader.get("dtype") or reader.get("torch_dtype") or "float32"
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ConfigError(f"dtype={name!r} is not a floating point type of torch")
+        key = "torch_dtype" if reader.get("dtype") is None else "dtype"
+        name = "float32" if reader.get(key) is None else reader.get(key)
+        if name not in DTYPES[1:]:
+            raise reader.error(key, f"must be one of {', '.join(DTYPES[1:])}")
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
@@ -181,17 +182,19 @@ def _name(dtype: torch.dtype) -> str:
 def _scheme(
     config: EngineConfig, reader: ConfigReader, manager: PluginManager, options: GivenOptions
 ) -> tuple[Offer[QuantizationScheme] | None, Any]:
-    stored = reader.get("quantization_config") or {}
-    method = stored.get("quant_method")
+    stored = reader.sub("quantization_config")
+    method = None if stored is None else stored.quant_method
     if config.quantization not in (None, method):
         raise ConfigError(
             f"quantization={config.quantization!r} is not how the checkpoint is stored, which is "
             f"{method!r}; leave it out, or give that"
         )
-    if method is None:
+    if stored is None:
         return None, None
+    if not isinstance(method, str):
+        raise stored.error("quant_method", "must be the name of a method")
     offer = manager.claimed(QuantizationScheme, method)
-    return offer, instantiate(offer, options, reader.sub("quantization_config"))
+    return offer, instantiate(offer, options, stored)
 
 
 def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
@@ -212,15 +215,13 @@ def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
     )
 
 
-def _max_model_len(config: EngineConfig, reader: ConfigReader) -> int:
-    known: int = reader.max_position_embeddings
-    rope = reader.get("rope_parameters") or reader.get("rope_scaling") or {}
-    original = rope.get("original_max_position_embeddings")
-    if original and rope.get("factor"):
-        known = max(known, int(original * rope["factor"]))
-    wanted = config.max_model_len
+def _max_model_len(config: EngineConfig, reader: ConfigReader, drafted: Draft) -> int:
+    claimed, wanted = reader.positive("max_position_embeddings"), config.max_model_len
     if wanted is None:
-        return int(reader.max_position_embeddings)
+        return claimed
+    ropes = [layer.rope.config for layer in drafted.attention if layer.rope is not None]
+    stretched = [int((rope.original_max_position or 0) * rope.factor) for rope in ropes]
+    known = max(claimed, min(stretched, default=0))
     if wanted > known:
         raise ConfigError(
             f"max_model_len={wanted} is above what the model knows; choose at most {known}"

@@ -15,9 +15,10 @@ class Block(nn.Module):
 
     def __init__(self, c: ConfigReader, self_attn: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        size, eps = c.positive("hidden_size"), c.number("rms_norm_eps")
+        self.input_layernorm = Norm(size, eps)
         self.self_attn = self_attn
-        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.post_attention_layernorm = Norm(size, eps)
         self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
@@ -30,9 +31,10 @@ class Decoder(nn.Module):
 
     def __init__(self, c: ConfigReader, vocab: Axis, make_block: Callable[[int], Block]) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(vocab, c.hidden_size)
-        self.layers = Layers[Block](c.num_hidden_layers, make_block)
-        self.norm = Norm(c.hidden_size, c.rms_norm_eps)
+        size = c.positive("hidden_size")
+        self.embed_tokens = Embedding(vocab, size)
+        self.layers = Layers[Block](c.positive("num_hidden_layers"), make_block)
+        self.norm = Norm(size, c.number("rms_norm_eps"))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed_tokens(ids)
@@ -52,11 +54,10 @@ class CausalLM(nn.Module):
         super().__init__()
         if c.get("hidden_act", "silu") != "silu":
             raise c.error("hidden_act", "must be 'silu' for this architecture")
-        vocab = Axis("vocab", c.vocab_size)
+        vocab = Axis("vocab", c.positive("vocab_size"))
         self.model = Decoder(c, vocab, make_block)
-        self.lm_head = OutputHead(
-            c.hidden_size, vocab, tied=self.model.embed_tokens if tied(c) else None
-        )
+        embedding = self.model.embed_tokens if tied(c) else None
+        self.lm_head = OutputHead(c.positive("hidden_size"), vocab, tied=embedding)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.model(ids)
@@ -68,8 +69,8 @@ class CausalLM(nn.Module):
 
 def head_axes(c: ConfigReader) -> tuple[Axis, Axis]:
     """Query heads and key/value heads; `head_dim` may differ from hidden / heads."""
-    heads, width = c.num_attention_heads, head_dim(c)
-    kv_heads = c.get("num_key_value_heads") or heads
+    heads, width = c.positive("num_attention_heads"), head_dim(c)
+    kv_heads = c.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise c.error("num_key_value_heads", f"must divide num_attention_heads={heads}")
     return Axis("heads", heads, width), Axis("kv_heads", kv_heads, width, replicate=True)
@@ -84,16 +85,19 @@ def sliding_windows(
         always: the family has windows unless `sliding_window` is null; else `use_sliding_window`
             must ask for them.
         full_layers: first layers that see everything where `max_window_layers` does not say; the
-            defaults, like that
-            of the window itself, are those of `transformers`.
+            defaults, like that of the window itself, are those of `transformers`.
     """
-    window, used = c.get("sliding_window", 4096), c.get("use_sliding_window", always)
-    full, layer_types = c.get("max_window_layers", full_layers), c.get("layer_types")
-    if layer_types is None:
-        return [window if used and index >= full else None for index in range(c.num_hidden_layers)]
-    unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
-    if unknown or len(layer_types) != c.num_hidden_layers:
+    absent = c.get("sliding_window", 4096) is None
+    window = None if absent else c.positive("sliding_window", 4096)
+    used, count = c.flag("use_sliding_window", always), c.positive("num_hidden_layers")
+    full, kinds = c.get("max_window_layers", full_layers), c.get("layer_types")
+    if not isinstance(full, int) or full < 0:
+        raise c.error("max_window_layers", "must be a number of layers")
+    if kinds is None:
+        return [window if used and index >= full else None for index in range(count)]
+    legal = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != count or any(k not in legal for k in kinds):
         raise c.error(
             "layer_types", "must name full_attention or sliding_attention once for each layer"
         )
-    return [window if used and kind == "sliding_attention" else None for kind in layer_types]
+    return [window if used and kind == "sliding_attention" else None for kind in kinds]

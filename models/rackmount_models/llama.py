@@ -17,10 +17,11 @@ class SelfAttention(nn.Module):
         super().__init__()
         heads, kv_heads = head_axes(c)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        self.qkv = MergedLinear(c.hidden_size, parts, bias=qkv_bias)
+        size = c.positive("hidden_size")
+        self.qkv = MergedLinear(size, parts, bias=qkv_bias)
         rope = Rotary.from_config(c, heads.width)
         self.attn = Attention(heads, kv_heads, rope=rope, sliding_window=sliding_window)
-        self.o_proj = Linear(heads, c.hidden_size, bias=out_bias)
+        self.o_proj = Linear(heads, size, bias=out_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x)
@@ -33,14 +34,14 @@ class LlamaForCausalLM(CausalLM):
     harmless = frozenset({"is_llama_config"})
 
     def __init__(self, c: ConfigReader) -> None:
-        bias, mlp_bias = c.get("attention_bias", False), c.get("mlp_bias", False)
-        if c.get("rope_interleaved", False):
+        bias, mlp_bias = c.flag("attention_bias", False), c.flag("mlp_bias", False)
+        if c.flag("rope_interleaved", False):
             raise c.error("rope_interleaved", "must be false for this architecture")
-        ffn = Axis("ffn", c.intermediate_size)
+        size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
 
         def make_block(index: int) -> Block:
             attention = SelfAttention(c, qkv_bias=bias, out_bias=bias)
-            return Block(c, attention, GatedMLP(c.hidden_size, ffn, bias=mlp_bias))
+            return Block(c, attention, GatedMLP(size, ffn, bias=mlp_bias))
 
         super().__init__(c, make_block)
 
@@ -49,14 +50,14 @@ class MistralForCausalLM(CausalLM):
     """No biases, a sliding window on every layer where there is one."""
 
     def __init__(self, c: ConfigReader) -> None:
-        ffn = Axis("ffn", c.intermediate_size)
+        size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
         windows = sliding_windows(c, always=True, full_layers=0)
 
         def make_block(index: int) -> Block:
             attention = SelfAttention(
                 c, qkv_bias=False, out_bias=False, sliding_window=windows[index]
             )
-            return Block(c, attention, GatedMLP(c.hidden_size, ffn))
+            return Block(c, attention, GatedMLP(size, ffn))
 
         super().__init__(c, make_block)
 
@@ -65,13 +66,13 @@ class Qwen2ForCausalLM(CausalLM):
     """Biases on q, k and v alone; a sliding window on the layers that ask for it."""
 
     def __init__(self, c: ConfigReader) -> None:
-        ffn = Axis("ffn", c.intermediate_size)
+        size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
         windows = sliding_windows(c)
 
         def make_block(index: int) -> Block:
             attention = SelfAttention(
                 c, qkv_bias=True, out_bias=False, sliding_window=windows[index]
             )
-            return Block(c, attention, GatedMLP(c.hidden_size, ffn))
+            return Block(c, attention, GatedMLP(size, ffn))
 
         super().__init__(c, make_block)

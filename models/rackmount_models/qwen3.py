@@ -14,19 +14,19 @@ class SelfAttention(nn.Module):
     def __init__(self, c: ConfigReader, sliding_window: int | None) -> None:
         super().__init__()
         heads, kv_heads = head_axes(c)
-        bias = c.get("attention_bias", False)
+        size, bias = c.positive("hidden_size"), c.flag("attention_bias", False)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
-        self.qkv = MergedLinear(c.hidden_size, parts, bias=bias)
+        self.qkv = MergedLinear(size, parts, bias=bias)
         self.attn = Attention(
             heads,
             kv_heads,
             rope=Rotary.from_config(c, heads.width),
             q_norm="q_norm",
             k_norm="k_norm",
-            norm_eps=c.rms_norm_eps,
+            norm_eps=c.number("rms_norm_eps"),
             sliding_window=sliding_window,
         )
-        self.o_proj = Linear(heads, c.hidden_size, bias=bias)
+        self.o_proj = Linear(heads, size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(x)
@@ -37,10 +37,10 @@ class Qwen3ForCausalLM(CausalLM):
     """Dense feed-forward blocks."""
 
     def __init__(self, c: ConfigReader) -> None:
-        ffn = Axis("ffn", c.intermediate_size)
+        size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
         windows = sliding_windows(c)
 
         def make_block(index: int) -> Block:
-            return Block(c, SelfAttention(c, windows[index]), GatedMLP(c.hidden_size, ffn))
+            return Block(c, SelfAttention(c, windows[index]), GatedMLP(size, ffn))
 
         super().__init__(c, make_block)

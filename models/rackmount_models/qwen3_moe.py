@@ -14,15 +14,17 @@ class Qwen3MoeForCausalLM(CausalLM):
     def __init__(self, c: ConfigReader) -> None:
         windows = sliding_windows(c, full_layers=0)
         experts = Axis("experts", _num_experts(c))
-        expert_ffn = Axis("expert_ffn", c.moe_intermediate_size)
-        ffn = Axis("ffn", c.intermediate_size)
-        routing = Routing(top_k=c.num_experts_per_tok, renormalize=c.norm_topk_prob)
-        step, dense_layers = c.decoder_sparse_step, set(c.get("mlp_only_layers") or ())
+        expert_ffn = Axis("expert_ffn", c.positive("moe_intermediate_size"))
+        size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
+        routing = Routing(
+            top_k=c.positive("num_experts_per_tok"), renormalize=c.flag("norm_topk_prob")
+        )
+        step, dense_layers = c.positive("decoder_sparse_step"), _dense_layers(c)
 
         def make_mlp(index: int) -> nn.Module:
             if index in dense_layers or (index + 1) % step:
-                return GatedMLP(c.hidden_size, ffn)
-            return Experts(c.hidden_size, experts, expert_ffn, routing)
+                return GatedMLP(size, ffn)
+            return Experts(size, experts, expert_ffn, routing)
 
         def make_block(index: int) -> Block:
             return Block(c, SelfAttention(c, windows[index]), make_mlp(index))
@@ -32,7 +34,15 @@ class Qwen3MoeForCausalLM(CausalLM):
 
 def _num_experts(c: ConfigReader) -> int:
     """`num_experts`, which transformers 5 saves as `num_local_experts`."""
-    given, saved = c.get("num_experts"), c.get("num_local_experts")
-    if None not in (given, saved) and given != saved:
-        raise c.error("num_experts", f"disagrees with num_local_experts={saved}")
-    return c.num_experts if saved is None else saved
+    keys = [key for key in ("num_experts", "num_local_experts") if c.get(key) is not None]
+    counts = {c.positive(key) for key in keys or ("num_experts",)}
+    if len(counts) > 1:
+        raise c.error("num_experts", f"disagrees with num_local_experts={c.num_local_experts}")
+    return counts.pop()
+
+
+def _dense_layers(c: ConfigReader) -> list[int]:
+    layers = c.get("mlp_only_layers") or []
+    if not isinstance(layers, list) or not all(isinstance(index, int) for index in layers):
+        raise c.error("mlp_only_layers", "must be a list of layer indexes")
+    return layers

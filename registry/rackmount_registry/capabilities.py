@@ -5,7 +5,7 @@ whole row fits. Flat sets could not say "FP8 KV only with head size 128 on sm_90
 feed selection, refusals, `explain` and the documentation.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,6 @@ class Cell:
     max_ranks: int | None = None
     features: frozenset[str] = frozenset()
     """Extras that the row supports; a demand for any other is refused."""
-    graph_safe: bool = False
-    """May run inside a captured CUDA graph."""
-    metadata: str = "host"
-    """Where the plan of a step is built: "host" or "device"."""
 
     def refusals(self, demand: Demand) -> tuple[str, ...]:
         """Every reason why this row does not serve `demand`; empty when it does."""
@@ -76,14 +72,3 @@ class Cell:
             reasons.append(f"num_ranks={demand.num_ranks} is above {self.max_ranks}")
         reasons += [f"no {feature}" for feature in sorted(demand.features - self.features)]
         return tuple(reasons)
-
-
-def as_plain(cell: Cell) -> dict[str, object]:
-    """A cell as JSON-ready values, unconstrained columns left out."""
-    plain: dict[str, object] = {}
-    for field in fields(cell):
-        value = getattr(cell, field.name)
-        if value is None or value == field.default:
-            continue
-        plain[field.name] = sorted(value) if isinstance(value, frozenset) else value
-    return plain

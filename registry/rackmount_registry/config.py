@@ -8,7 +8,7 @@ must be on the list of harmless keys.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from rackmount_registry.errors import ConfigError, did_you_mean
 
@@ -32,12 +32,15 @@ HARMLESS_BY_REASON = {
 HARMLESS = frozenset(" ".join(HARMLESS_BY_REASON.values()).split())
 """Keys that no model needs to read."""
 
+T = TypeVar("T")
+
 
 class ConfigReader:
     """config.json as attributes, with a record of what was read.
 
-    `config.key` requires the key, `config.get(key, default)` does not. A key read whole counts with
-    all that is inside it; `sub` reads key by key.
+    `config.key` requires the key, `config.get(key, default)` does not; `positive`, `number` and
+    `flag` also hold the value to its type, which a model's sizes need. A key read whole counts
+    with all that is inside it; `sub` reads key by key.
     """
 
     def __init__(
@@ -78,6 +81,31 @@ class ConfigReader:
         default of a family is on, null is off."""
         self._read.add(key)
         return self._values.get(key, default)
+
+    def positive(self, key: str, default: int | None = None) -> int:
+        """A positive integer. `default` stands for a missing or null key; without one the key is
+        required.
+
+        Raises:
+            ConfigError: it is missing, or anything else, be it a float or a text that spells one.
+        """
+        return self._typed(key, default, _is_count, "a positive integer")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A positive number; the rest as `positive`."""
+        return self._typed(key, default, lambda x: _is_number(x) and x > 0, "a positive number")
+
+    def flag(self, key: str, default: bool | None = None) -> bool:
+        """True or false; the rest as `positive`."""
+        return self._typed(key, default, lambda x: isinstance(x, bool), "true or false")
+
+    def _typed(self, key: str, default: T | None, legal: Callable[[Any], bool], rule: str) -> T:
+        value: T | None = self.get(key)
+        if value is None:
+            value = getattr(self, key) if default is None else default
+        if not legal(value):
+            raise self.error(key, f"must be {rule}")
+        return cast(T, value)
 
     def sub(self, key: str) -> "ConfigReader | None":
         """The nested object at `key` as a reader of its own, the same one each time; None where
@@ -128,16 +156,21 @@ class ConfigReader:
         return ConfigError(f"{self._file}: {key}={self._values.get(key)!r} {rule}")
 
 
+def _is_number(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)  # type: ignore[arg-type]  # a number here
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
 def head_dim(c: ConfigReader) -> int:
     """Size of one attention head: `head_dim`, else hidden_size / num_attention_heads."""
-    given = c.get("head_dim")
-    hidden, heads = c.hidden_size, c.num_attention_heads
-    if given is None and hidden % heads:
+    hidden, heads = c.positive("hidden_size"), c.positive("num_attention_heads")
+    if c.get("head_dim") is None and hidden % heads:
         raise c.error("hidden_size", f"must be a multiple of num_attention_heads={heads}")
-    size = hidden // heads if given is None else given
-    if not isinstance(size, int) or size < 1:
-        raise c.error("head_dim", "must be a positive integer")
-    return size
+    return c.positive("head_dim", hidden // heads)
 
 
 def tied(c: ConfigReader, default: bool = False) -> bool:
@@ -147,12 +180,7 @@ def tied(c: ConfigReader, default: bool = False) -> bool:
     Mixtral and DeepSeek, whose files (as transformers 4 saved them) state the key only where it
     differs from that.
     """
-    value = c.get("tie_word_embeddings")
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise c.error("tie_word_embeddings", "must be true or false")
-    return value
+    return c.flag("tie_word_embeddings", default)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,10 +225,7 @@ ROPE_RULES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "factor": ("at least 1", lambda x: x >= 1),
     "mscale": ("at least 0", lambda x: x >= 0),
     "mscale_all_dim": ("at least 0", lambda x: x >= 0),
-    "original_max_position_embeddings": (
-        "a positive integer",
-        lambda x: isinstance(x, int) and x > 0,
-    ),
+    "original_max_position_embeddings": ("a positive integer", _is_count),
     "partial_rotary_factor": ("above 0 and at most 1", lambda x: 0 < x <= 1),
 }
 """Legal values; other numbers must be positive."""
@@ -255,12 +280,13 @@ def _rope_config(c: ConfigReader, source: str, given: dict[str, Any]) -> RopeCon
             source, f"has keys that {kind} does not know: {', '.join(unknown)}; legal: {legal}"
         )
     if "original_max_position_embeddings" in keys:
-        given.setdefault("original_max_position_embeddings", c.max_position_embeddings)
+        length = c.positive("max_position_embeddings")
+        given.setdefault("original_max_position_embeddings", length)
     for key, value in given.items():
         _check_rope_value(c, source, key, value)
     theta, original = given.pop("rope_theta"), given.pop("original_max_position_embeddings", None)
     if kind == "yarn" and "factor" not in given:
-        given["factor"] = c.max_position_embeddings / original
+        given["factor"] = c.positive("max_position_embeddings") / original
         _check_rope_value(c, source, "factor", given["factor"])
     for key in ("factor", "low_freq_factor", "high_freq_factor"):
         if key in keys and key not in given:
@@ -278,7 +304,6 @@ def _check_rope_value(c: ConfigReader, source: str, key: str, value: object) -> 
         rule, legal = "true or false", isinstance(value, bool)
     else:
         rule, test = ROPE_RULES.get(key, ("positive", lambda x: x > 0))
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        legal = number and math.isfinite(value) and test(value)  # type: ignore[arg-type]
+        legal = _is_number(value) and test(value)
     if not legal:
         raise c.error(source, f"has {key}={value!r}, which must be {rule}")

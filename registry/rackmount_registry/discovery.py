@@ -22,13 +22,14 @@ from rackmount_registry.descriptors import (
     OpSet,
 )
 from rackmount_registry.errors import PluginError, did_you_mean
-from rackmount_registry.offers import HOOKS, claims_of, normalize
+from rackmount_registry.offers import HOOKS, BrokenPlugin, claims_of, normalize
 from rackmount_registry.plain import misfits, spell
 
 CONTRACT = "rackmount-registry"
 NAME = re.compile(r"[a-z0-9._-]+")
 DOTTED = r"[^\W\d]\w*(\.[^\W\d]\w*)*"
 PATH = re.compile(f"{DOTTED}:{DOTTED}")
+NAMELESS = "(no name)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +45,50 @@ class PluginSource:
     """Imports the module of hookimpls."""
 
 
-def installed(distributions: Iterable[Distribution]) -> Iterator[PluginSource]:
-    """Every entry point of the group; of a distribution that is there twice, the first one's."""
+def installed(distributions: Iterable[Distribution]) -> Iterator[PluginSource | BrokenPlugin]:
+    """Every entry point of the group; of a distribution that is there twice, the first one's.
+
+    A distribution whose entry points cannot be read is broken, whatever it holds: it may be a
+    plugin. One without a name, as an interrupted uninstall leaves it, counts only where it does
+    name a plugin.
+    """
     seen = set()
     for distribution in distributions:
-        name = normalize(distribution.name or "")
+        name = _name(distribution)
         if name in seen:
             continue
-        seen.add(name)
-        for entry_point in distribution.entry_points.select(group=ENTRY_POINT_GROUP):
-            yield PluginSource(
-                distribution=name,
-                version=distribution.version,
-                entry_point=entry_point.name,
-                requires=tuple(distribution.requires or ()),
-                load=entry_point.load,
-            )
+        if name != NAMELESS:
+            seen.add(name)
+        try:
+            yield from _sources(name, distribution)
+        except Exception as error:
+            if name != NAMELESS:
+                yield BrokenPlugin(
+                    distribution=name,
+                    version=distribution.version or "?",
+                    entry_point="",
+                    error=f"its entry points cannot be read: {type(error).__name__}: {error}",
+                )
+
+
+def _name(distribution: Distribution) -> str:
+    try:
+        return normalize(distribution.metadata["Name"] or NAMELESS)
+    except Exception:  # without METADATA, each version of Python raises something else
+        return NAMELESS
+
+
+def _sources(name: str, distribution: Distribution) -> list[PluginSource]:
+    return [
+        PluginSource(
+            distribution=name,
+            version=distribution.version or "?",
+            entry_point=entry_point.name,
+            requires=tuple(distribution.requires or ()),
+            load=entry_point.load,
+        )
+        for entry_point in distribution.entry_points.select(group=ENTRY_POINT_GROUP)
+    ]
 
 
 def load_plugin(source: PluginSource) -> list[Descriptor]:

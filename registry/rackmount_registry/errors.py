@@ -30,6 +30,10 @@ class CheckpointError(RackmountError, ValueError):
     """A checkpoint whose files, tensors or shapes are not what the model needs."""
 
 
+class RequestError(RackmountError, ValueError):
+    """A request that is refused: its prompt or its options."""
+
+
 def nearest(name: str, legal: Iterable[str]) -> str | None:
     """The legal name closest to `name`, or None where none is close."""
     matches = difflib.get_close_matches(name, list(legal), n=1)

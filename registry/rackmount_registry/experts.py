@@ -7,6 +7,7 @@ rank.
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from rackmount_registry.axes import Cut, Group
@@ -43,7 +44,7 @@ class ExpertInput:
     expert_ids: Tensor
     """int64 [T, K], local; -1 where the expert is not on this rank."""
     weights: Tensor
-    """float32 [T, K]."""
+    """[T, K], float32 or wider."""
     handle: Any = None
     """The dispatcher's own, for `combine`."""
 
@@ -63,9 +64,16 @@ class ExpertKernel(Protocol):
 class DispatchContext:
     """What a token dispatcher is built from."""
 
+    num_experts: int
+    """Of the layer, over all ranks."""
     local_experts: Cut
     group: Group
     """Ranks that split the experts."""
+    top_k: int
+    hidden_size: int
+    dtype: torch.dtype
+    """Of the tokens."""
+    device: torch.device
 
 
 class TokenDispatcher(Protocol):

@@ -230,9 +230,11 @@ def find_offer(
 
 def _where_from(kind: str, present: Iterable[Offer[Descriptor] | BrokenPlugin]) -> str:
     usual = BROUGHT_BY.get(kind)
-    if usual and all(plugin.distribution != usual for plugin in present):
+    if usual is None:
+        return ". It may come with a plugin that is not installed"
+    if all(plugin.distribution != usual for plugin in present):
         return f". `pip install {usual}` brings the first-party ones"
-    return ". It may come with a plugin that is not installed"
+    return f". A newer {usual}, or a plugin of another distribution, may bring it"
 
 
 def broken_note(broken: Sequence[BrokenPlugin]) -> str:

@@ -2,8 +2,8 @@
 implementation must equal.
 
 Shapes: T tokens, N features, H query heads, G key/value heads, D head size, K experts per token.
-Arithmetic is in float32 at least (float64 stays), rounded once to the dtype of the input. T may be
-0.
+Arithmetic is in float32 at least (float64 stays), rounded to the dtype of the input at the end;
+`rms_norm` also rounds before its weight, as the models were trained. T may be 0.
 """
 
 from typing import Any, Protocol, cast

@@ -66,10 +66,13 @@ class PluginManager:
         return cls._load(sources)
 
     @classmethod
-    def _load(cls, sources: Iterable[PluginSource]) -> "PluginManager":
+    def _load(cls, sources: Iterable[PluginSource | BrokenPlugin]) -> "PluginManager":
         offers: list[Offer[Any]] = []
         broken = []
         for source in sources:
+            if isinstance(source, BrokenPlugin):
+                broken.append(source)
+                continue
             about = {"distribution": source.distribution, "version": source.version}
             try:
                 parts = [Offer(descriptor=part, **about) for part in load_plugin(source)]

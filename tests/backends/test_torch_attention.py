@@ -1,6 +1,5 @@
 """The torch backend against the definition of causal attention, on batches of any make-up."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from unittest.mock import patch
 
@@ -21,14 +20,6 @@ from rackmount_registry.attention import (
 from rackmount_registry.step import attend_causally
 
 BLOCK_SIZE = 4
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @dataclass(frozen=True, kw_only=True)

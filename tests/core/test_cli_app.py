@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from rackmount.cli.app import build_app
 from rackmount_registry import hookimpl
 from rackmount_registry.descriptors import CliCommand
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import ConfigError, RequestError
 from rackmount_registry.plugins import PluginManager
 
 Result = Any
@@ -117,10 +117,17 @@ def test_a_contested_command_is_refused_and_can_be_chosen_by_distribution(invoke
     assert invoke(plugins, "one:greet", "Ed").stdout == "hello Ed\n"
 
 
-def test_an_error_of_the_user_is_one_line_and_exit_code_2(invoke):
+def test_an_error_of_the_user_is_one_line_and_exit_code_2(invoke, monkeypatch):
     result = invoke({"one": [command("refuse")]}, "refuse")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr == "error: tp=3 must be 1, 2 or [4]\n"
+
+    def refuse() -> None:
+        raise RequestError("no token")
+
+    monkeypatch.setattr("fake_commands.refuse", refuse)
+    result = invoke({"one": [command("refuse")]}, "refuse")
+    assert (result.exit_code, result.stderr) == (2, "error: no token\n")
 
 
 def test_traceback_shows_where_an_error_arose(invoke):
@@ -128,9 +135,14 @@ def test_traceback_shows_where_an_error_arose(invoke):
     assert isinstance(result.exception, ConfigError)
 
 
-def test_a_mistake_of_our_own_is_not_dressed_up_as_the_users(invoke):
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, ValueError])
+def test_a_mistake_of_our_own_is_not_dressed_up_as_the_users(invoke, kind, monkeypatch):
+    def fail() -> None:
+        raise kind("our own mistake")
+
+    monkeypatch.setattr("fake_commands.fail", fail)
     result = invoke({"one": [command("fail")]}, "fail")
-    assert isinstance(result.exception, RuntimeError)
+    assert (type(result.exception), result.exit_code, result.stderr) == (kind, 1, "")
 
 
 def test_ctrl_c_ends_with_130(invoke):

@@ -14,7 +14,7 @@ from rackmount.cli.app import build_app
 from rackmount.cli.report import size
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
-from rackmount_registry.descriptors import AttentionBackend
+from rackmount_registry.descriptors import AttentionBackend, CheckpointReader
 from rackmount_registry.plugins import PluginManager
 
 Result = Any
@@ -186,6 +186,51 @@ def test_every_candidate_of_every_kind_is_shown_with_its_verdict(folder):
     assert "accepted  torch + torch" in lines
     (quick,) = (line for line in lines if line.startswith("refused   quick (vendor 0)"))
     assert "not opted in" in quick and "device=cpu is not one of cuda" in quick
+
+
+def found(content: dict[str, Any], kind: str) -> list[tuple[str, str | None, str]]:
+    """Use, winner and reason of each decision of a kind."""
+    return [(d["use"], d["winner"], d["why"]) for d in content["decisions"] if d["kind"] == kind]
+
+
+def test_the_source_of_a_name_and_the_reader_of_its_files_are_shown(folder, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
+    lines = [line.strip() for line in explain("qwen3-0.6b").stdout.splitlines()]
+    first = (
+        "model_source for qwen3-0.6b: aliases (rackmount-plugins-models 0), "
+        "whose alias it is, for Qwen/Qwen3-0.6B"
+    )
+    second = "model_source for Qwen/Qwen3-0.6B: hub (rackmount-core 0), which serves such names"
+    assert lines[lines.index(first) + 1 :][:2] == [
+        "accepted  aliases (rackmount-plugins-models 0)",
+        r"refused   hub (rackmount-core 0): serves [\w.-]+/[\w.-]+(@[\w.-]+)?",
+    ]
+    assert lines[lines.index(second) + 1 :][:2] == [
+        "refused   aliases (rackmount-plugins-models 0): has no such alias",
+        "accepted  hub (rackmount-core 0)",
+    ]
+    assert "checkpoint_reader: none, the configuration alone is there" in lines
+    assert "refused   safetensors (rackmount-core 0): takes *.safetensors" in lines
+
+
+def test_a_path_needs_no_source_and_one_reader_may_take_it(folder):
+    assert found(figures(folder), "model_source") == [(str(folder), "none", "a path that exists")]
+    (folder / "model.gguf").touch()
+    (folder / "model-1.safetensors").touch()
+    (folder / "model-2.safetensors").touch()
+    ((_, winner, why),) = found(figures(folder), "checkpoint_reader")
+    assert winner == "safetensors (rackmount-core 0)"
+    assert why == "which takes model-1.safetensors and 1 more"
+
+
+def test_files_of_several_formats_are_shown_and_end_with_2(folder):
+    reader = CheckpointReader(name="gguf", factory="no.such:reader", patterns=("*.gguf",))
+    plugins = PLUGINS | {"gguf": plugin(checkpoint_readers=[reader])}
+    (folder / "model.gguf").touch()
+    (folder / "model.safetensors").touch()
+    result = explain(folder, plugins=plugins)
+    assert result.exit_code == 2
+    assert "checkpoint_reader: NONE, files of several formats are there; name one" in result.stdout
 
 
 def test_a_requested_part_that_does_not_fit_shows_all_candidates_and_ends_with_2(folder):

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 from tests.helpers.checkpoints import edit_tensors, tiny_checkpoint
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -41,7 +40,6 @@ POOL_FLAGS = ["--num-kv-blocks", "64", "--block-size", "4"]
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Llama whose tokens are bytes."""
-    torch.set_num_threads(1)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: index for index, character in enumerate(alphabet)}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -114,8 +112,9 @@ def test_chat_puts_the_prompt_into_the_template(model):
     assert result.stdout == expected(model, messages, temperature=0).text + "\n"
 
 
-def test_lines_in_a_chat_keep_the_conversation_and_hit_the_prefix_cache(model):
-    result = run(model, "--chat", "--json", "--temperature", "0", lines="hi\n\nyou?\n")
+@pytest.mark.parametrize("flags", [["--chat"], []])
+def test_lines_in_a_chat_keep_the_conversation_and_hit_the_prefix_cache(model, flags):
+    result = run(model, *flags, "--json", "--temperature", "0", lines="hi\n\nyou?\n")
     first, second = map(json.loads, result.stdout.splitlines())
     conversation = [
         {"role": "user", "content": "hi"},
@@ -129,18 +128,34 @@ def test_lines_in_a_chat_keep_the_conversation_and_hit_the_prefix_cache(model):
 
 
 def test_without_chat_each_line_is_a_prompt_of_its_own(model):
-    result = run(model, "--temperature", "0", lines="hello\nhello\n/exit\nnever\n")
+    lines = "hello\nhello\n/exit\nnever\n"
+    result = run(model, "--no-chat", "--temperature", "0", lines=lines)
     text = expected(model, "hello", temperature=0).text
     assert (result.exit_code, result.stdout) == (0, f"{text}\n{text}\n")
 
 
+def test_lines_to_a_model_without_a_template_are_prompts_unless_there_is_a_system_message(
+    model, tmp_path
+):
+    plain = Path(shutil.copytree(model, tmp_path / "plain"))
+    (plain / "chat_template.jinja").unlink()
+    text = expected(model, "hello", temperature=0).text
+    result = run(plain, "--temperature", "0", lines="hello\nhello\n")
+    assert (result.exit_code, result.stdout) == (0, f"{text}\n{text}\n")
+    result = run(plain, "--system", "be brief", lines="hello\n")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "error: the tokenizer has no chat template" in result.stderr
+
+
 def test_a_refused_line_is_named_and_the_next_one_answered(model):
     lines = f"{'x' * 64}\nhello\n"
-    result = run(model, "--temperature", "0", lines=lines)
+    result = run(model, "--no-chat", "--temperature", "0", lines=lines)
     assert result.exit_code == 0
     assert "error: prompt of 64 tokens is too long: max_model_len=64" in result.stderr
     assert result.stdout == expected(model, "hello", temperature=0).text + "\n"
-    refused, answered = map(json.loads, run(model, "--json", lines=lines).stdout.splitlines())
+    refused, answered = map(
+        json.loads, run(model, "--no-chat", "--json", lines=lines).stdout.splitlines()
+    )
     assert refused["error"].startswith("prompt of 64 tokens is too long")
     assert answered["usage"]["prompt_tokens"] == 5
 
@@ -170,6 +185,7 @@ def test_a_prompt_that_is_refused_ends_with_2_and_an_empty_stdout(model):
         (["--top-p", "2"], "top_p=2.0 is out of range"),
         (["--max-tokens", "0"], "max_tokens=0 is out of range"),
         (["--system", "be brief"], "needs --chat"),
+        (["--system", "be brief", "--no-chat"], "needs --chat"),
     ],
 )
 def test_bad_options_are_refused_before_a_model_is_looked_for(args, message):
@@ -185,7 +201,8 @@ def test_engine_options_reach_the_engine(model):
     result = run(model, "hello", "--dtype", "float64", "--max-model-len", "20")
     assert f"{model} in float64 on cpu" in result.stderr
     assert "at most 12 requests of 20 tokens" in result.stderr
-    result = run(model, "--no-enable-prefix-caching", "--json", lines="hello\nhello\n")
+    flags = ["--no-chat", "--no-enable-prefix-caching"]
+    result = run(model, *flags, "--json", lines="hello\nhello\n")
     assert [json.loads(s)["usage"]["cached_tokens"] for s in result.stdout.splitlines()] == [0, 0]
 
 

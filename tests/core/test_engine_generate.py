@@ -1,6 +1,8 @@
 """What `generate` takes and gives back."""
 
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import tiny_checkpoint
@@ -14,7 +16,8 @@ from tests.helpers.engines import (
 )
 
 from rackmount import Completion, Engine, SamplingParams
-from rackmount.engine.core import Event
+from rackmount.execution.messages import StepResult
+from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "hello"}]
@@ -204,23 +207,42 @@ def test_without_a_seed_every_request_draws_its_own_and_the_engine_s_seed_decide
     assert tokens_of(other, [prompt] * 2, SamplingParams(**SAMPLED)) != drawn
 
 
+def test_edge_values_mean_what_the_table_says(engine: Engine) -> None:
+    (prompt,) = rows(9)
+
+    def tokens(**given: Any) -> list[int]:
+        params = SamplingParams(**({"seed": 3} | SAMPLED | given))
+        return engine.generate(prompt, params)[0].token_ids
+
+    greedily = tokens(temperature=0)
+    for given in ({"top_k": 1}, {"top_p": 0}, {"min_p": 1}, {"temperature": 1e-6}):
+        assert tokens(**given) == greedily
+    freely = tokens()
+    assert freely != greedily
+    for given in ({"top_k": -1}, {"top_k": 97}, {"top_k": 10**9}, {"top_p": 1}, {"min_p": 0}):
+        assert tokens(**given) == freely
+
+
 @pytest.mark.parametrize(("policy", "order"), [("priority", [1, 2, 0]), ("fcfs", [0, 1, 2])])
 def test_lower_priorities_go_first_under_that_policy(
     policy: str, order: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(folder, max_num_seqs=1, scheduling_policy=policy)
-    step, finished = engine.core.step, []
+    execute, admitted = engine.core.executor.step, []
 
-    def recorded() -> list[Event]:
-        events = step()
-        finished.extend(int(event.request_id) for event in events if event.finish_reason)
-        return events
+    def recorded(plan: StepPlan) -> StepResult:
+        admitted.extend(entry.num_prompt_tokens for entry in plan.admitted)
+        return execute(plan)
 
-    monkeypatch.setattr(engine.core, "step", recorded)
-    streams = [engine.stream(rows(5)[0], greedy(4), priority=p) for p in (3, -1, 2)]
+    monkeypatch.setattr(engine.core.executor, "step", recorded)
+    prompts = rows(5, 6, 7)
+    streams = [
+        engine.stream(prompt, greedy(4), priority=priority)
+        for prompt, priority in zip(prompts, (3, -1, 2), strict=True)
+    ]
     for stream in streams:
         assert len(list(stream)) == 4
-    assert finished == order
+    assert admitted == [len(prompts[index]) for index in order]
     assert_idle(engine)
 
 
@@ -252,5 +274,10 @@ def test_a_closed_engine_gives_its_memory_back(folder: Path) -> None:
     with tiny_engine(folder) as engine:
         stream = engine.stream(rows(5)[0], greedy(20))
         next(stream)
-    assert not hasattr(engine, "core")
+        weights = [weakref.ref(each.tensor) for each in engine.rack.draft.storages()]
+        caches = [
+            weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches
+        ]
+    assert [reference() for reference in weights + caches] == [None] * (len(weights) + 2)
     assert [chunk.finish_reason for chunk in stream] == ["abort"]
+    engine.close()

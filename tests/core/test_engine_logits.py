@@ -34,7 +34,12 @@ CHUNKS: dict[str, dict[str, Any]] = {
     "in chunks of 7": {"max_num_batched_tokens": 7},
     "in chunks of 7 side by side": {"long_prefill_token_threshold": 7},
     "in chunks of a block": {"long_prefill_token_threshold": 4},
-    "in one block": {"block_size": 64, "num_kv_blocks": 3},
+    "in chunks of 7 in blocks of 16": {
+        "long_prefill_token_threshold": 7,
+        "block_size": 16,
+        "num_kv_blocks": 9,
+    },
+    "in one block": {"block_size": 64, "num_kv_blocks": 4},
 }
 
 Tiny = Callable[[str], tuple[Path, PreTrainedModel]]
@@ -54,7 +59,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     return make
 
 
-def assert_equals_oracle(output: RequestOutput, model: PreTrainedModel) -> None:
+def assert_equals_oracle(
+    output: RequestOutput, model: PreTrainedModel, tolerance: float = TOLERANCE
+) -> None:
     """Every distribution that `output` lists, at the position of its token."""
     prompt, (answer,) = output.prompt_token_ids, output.outputs
     expected = oracle_logits(model, torch.tensor(prompt + answer.token_ids)).log_softmax(-1)
@@ -67,7 +74,7 @@ def assert_equals_oracle(output: RequestOutput, model: PreTrainedModel) -> None:
         entries, first = [*output.prompt_logprobs[1:], *entries], 1
     assert [entry.token_id for entry in entries] == (prompt + answer.token_ids)[first:]
     ours = distributions(entries)
-    torch.testing.assert_close(ours, expected[first - 1 : -1], rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(ours, expected[first - 1 : -1], rtol=0, atol=tolerance)
 
 
 def answered(engine: Engine, prompts: list[list[int]], params: Any) -> list[RequestOutput]:
@@ -85,6 +92,16 @@ def test_logits_equal_transformers_however_the_prompt_is_cut(
     engine = tiny_engine(folder, **CHUNKS[chunks])
     for output in answered(engine, rows(40, 5, 23, 1), EVERYTHING):
         assert_equals_oracle(output, model)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [("float64", 1e-4), ("bfloat16", 0.4), ("float16", 0.05)]
+)
+def test_other_dtypes_come_as_close_as_they_can(dtype: str, tolerance: float, tiny: Tiny) -> None:
+    folder, model = tiny("llama")
+    engine = tiny_engine(folder, dtype=dtype, long_prefill_token_threshold=7)
+    for output in answered(engine, rows(40, 5), EVERYTHING):
+        assert_equals_oracle(output, model, tolerance)
 
 
 @pytest.mark.parametrize("case", list(MODELS)[2:])

@@ -76,6 +76,14 @@ def test_prompt_logprobs_in_chunks_are_those_of_the_whole(
     assert_equal(engine.generate(PROMPT, ASKS)[0], whole)
 
 
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_prompt_logprobs_are_the_same_with_fewer_logits_held_at_once(
+    num_rows: int, folder: Path, whole: RequestOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rackmount.execution.worker.MAX_PROMPT_LOGITS", num_rows * VOCAB)
+    assert_equal(tiny_engine(folder).generate(PROMPT, ASKS)[0], whole)
+
+
 def test_prompt_logprobs_of_a_cached_prompt_are_computed_again(
     folder: Path, whole: RequestOutput
 ) -> None:

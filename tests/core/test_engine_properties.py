@@ -16,6 +16,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )[0]
 
 
+@pytest.mark.timeout(600)  # a failure takes minutes to shrink
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(load=loads())
 def test_every_load_gives_every_request_the_answer_of_its_run_alone(
@@ -25,7 +26,8 @@ def test_every_load_gives_every_request_the_answer_of_its_run_alone(
 
 
 @pytest.mark.slow
-@settings(max_examples=1500, deadline=None)
+@pytest.mark.timeout(3600)
+@settings(max_examples=500, deadline=None)
 @given(load=loads())
 def test_every_one_of_many_loads_gives_every_request_the_answer_of_its_run_alone(
     load: Load, folder: Path

@@ -161,11 +161,18 @@ def test_generate_while_a_stream_is_open_loses_none_of_its_chunks(folder: Path) 
     assert tokens == expected[0]
 
 
-def test_a_refused_prompt_raises_before_the_first_chunk_and_nothing_runs(chain: Engine) -> None:
+def test_a_refused_prompt_alone_raises_before_the_first_chunk(chain: Engine) -> None:
     with pytest.raises(ValueError, match="no token"):
         chain.stream("", greedy())
-    with pytest.raises(ValueError, match="token id 260"):
-        chain.stream(["A", [260], "B"], greedy())
+    assert_idle(chain)
+
+
+def test_a_refused_prompt_of_a_batch_is_one_chunk_and_the_others_are_served(chain: Engine) -> None:
+    chunks = list(chain.stream(["A", [260], "C"], greedy(3)))
+    (refused,) = (chunk for chunk in chunks if chunk.prompt_index == 1)
+    assert refused.finish_reason == "error" and "token id 260" in str(refused.error)
+    texts = ["".join(c.text for c in chunks if c.prompt_index == i) for i in (0, 2)]
+    assert texts == ["BCD", "DEF"]
     assert_idle(chain)
 
 

@@ -1,16 +1,12 @@
 """Log-probabilities of the model's own distribution."""
 
 import numpy as np
-import pytest
 import torch
 
-from rackmount.sampling import logprobs as logprobs_module
 from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
-
-torch.set_num_threads(1)
 
 
 def sample(logits: torch.Tensor, *params: SamplingParams) -> tuple[list[int], LogprobTensors]:
@@ -67,20 +63,6 @@ def test_prompt_logprobs_are_those_of_the_given_ids() -> None:
     torch.testing.assert_close(got.logprobs.double(), expected.gather(1, got.token_ids))
     ranks = (expected > expected.gather(1, targets[:, None])).sum(-1) + 1
     assert torch.equal(got.ranks, ranks)
-
-
-@pytest.mark.parametrize("chunk", [1, 22, 40, 10**6])
-def test_prompt_logprobs_are_the_same_in_any_chunks(
-    chunk: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logits = torch.randn(9, 11, generator=torch.Generator().manual_seed(2)).bfloat16()
-    targets = torch.arange(9)
-    whole = prompt_logprobs(logits, targets, 3)
-    monkeypatch.setattr(logprobs_module, "_CHUNK_ELEMENTS", chunk)
-    got = prompt_logprobs(logits, targets, 3)
-    assert got.rows.tolist() == list(range(9))
-    for name in ("token_ids", "logprobs", "ranks"):
-        assert torch.equal(getattr(got, name), getattr(whole, name))
 
 
 def test_no_prompt_token_gives_no_row() -> None:

@@ -11,8 +11,6 @@ from torch import Tensor
 
 from rackmount.sampling.random import child_seed, exponential_noise, random_bits, row_keys
 
-torch.set_num_threads(1)
-
 M32, M64 = 2**32 - 1, 2**64 - 1
 
 GOLDEN_KEYS = ["0xa706dd2f4d197e6f", "0x86d6fd953217ae03", "0x7abd981f20c05161"]

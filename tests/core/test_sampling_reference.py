@@ -14,8 +14,6 @@ from rackmount.sampling.random import random_bits, row_keys
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 
-torch.set_num_threads(1)
-
 INF = math.inf
 V = 24
 STOP_IDS = [1, 2]

@@ -10,8 +10,6 @@ from rackmount.sampling.rules import apply_rules, completions
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 
-torch.set_num_threads(1)
-
 INF = float("inf")
 V = 6
 

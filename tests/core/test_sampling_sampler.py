@@ -14,8 +14,6 @@ from rackmount.sampling.random import row_keys
 from rackmount.sampling.sampler import Sampler, SamplerOutput
 from rackmount.sampling.table import SamplingTable
 
-torch.set_num_threads(1)
-
 NAN, INF = math.nan, math.inf
 
 

@@ -11,7 +11,6 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from rackmount.text.prompts import (
     encode,
     encode_bad_words,
-    encode_batch,
     eos_ids,
     normalize_prompts,
 )
@@ -149,16 +148,6 @@ def test_a_chat_without_a_template_is_refused_unless_it_brings_one():
 def test_template_options_that_break_the_call_are_a_value_error():
     with pytest.raises(ValueError, match="the chat template failed: TypeError"):
         encode(CHAT, tokenizer(), **LIMITS, chat_template_kwargs={"tokenize": False})
-
-
-def test_a_bad_row_of_a_batch_fails_alone():
-    rows = encode_batch([[1, 2], [], "", "hi", [1, 999]], tokenizer(), **LIMITS)
-    errors = [str(row) if isinstance(row, ValueError) else row for row in rows]
-    assert errors[0] == [1, 2]
-    assert errors[1] == "prompt [] has no token; it needs at least one"
-    assert errors[2] == "prompt '' has no token; it needs at least one"
-    assert errors[3] == [*b"hi"]
-    assert errors[4].startswith("token id 999 at index 1")
 
 
 @pytest.mark.parametrize(

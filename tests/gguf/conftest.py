@@ -7,14 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-import torch
 
 GgufFile = Callable[..., Path]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 SIZES = {

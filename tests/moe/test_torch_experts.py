@@ -44,6 +44,18 @@ def int8_bundle() -> ExpertBundle:
     )
 
 
+def context(local: Cut, group: Solo) -> DispatchContext:
+    return DispatchContext(
+        num_experts=NUM_EXPERTS,
+        local_experts=local,
+        group=group,
+        top_k=TOP_K,
+        hidden_size=HIDDEN,
+        dtype=torch.float64,
+        device=torch.device("cpu"),
+    )
+
+
 def random_input(num_tokens: int, dtype: torch.dtype = torch.float64) -> ExpertInput:
     """Each token with two different experts; expert 4 has no token."""
     chosen = randn(num_tokens, NUM_EXPERTS, seed=3)
@@ -150,11 +162,11 @@ def test_many_small_shares_are_not_lost_in_a_narrow_sum() -> None:
 
 def test_one_rank_completes_the_sum_and_several_give_shares_of_it() -> None:
     given, bundle = random_input(9), dense_bundle()
-    whole = LocalDispatcher(DispatchContext(local_experts=Cut(0, NUM_EXPERTS), group=Solo()))
+    whole = LocalDispatcher(context(Cut(0, NUM_EXPERTS), Solo()))
     assert whole.reduces
     shares = []
     for start, stop in ((0, 2), (2, NUM_EXPERTS)):
-        local = DispatchContext(local_experts=Cut(start, stop), group=Solo(rank=0, size=2))
+        local = context(Cut(start, stop), Solo(rank=0, size=2))
         dispatcher = LocalDispatcher(local)
         assert not dispatcher.reduces
         sent = dispatcher.dispatch(given.x, given.expert_ids, given.weights)

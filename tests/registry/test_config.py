@@ -72,6 +72,26 @@ def test_a_required_key_may_not_be_null_but_get_tells_null_from_missing() -> Non
     assert c.get("other", 4096) == 4096
 
 
+def test_typed_reads_take_their_default_for_null_and_missing_alone() -> None:
+    c = reader(size=4, empty=None, zero=0, off=False, eps=1, spelled="4", nan=math.nan)
+    assert (c.positive("size"), c.positive("size", 7), c.number("eps")) == (4, 4, 1)
+    assert (c.positive("empty", 7), c.number("absent", 0.5)) == (7, 0.5)
+    assert (c.flag("off", True), c.flag("empty", True), c.flag("absent", False)) == (0, 1, 0)
+    with pytest.raises(ConfigError, match="zero=0 must be a positive integer"):
+        c.positive("zero", 7)
+    with pytest.raises(ConfigError, match="spelled='4' must be a positive number"):
+        c.number("spelled")
+    with pytest.raises(ConfigError, match="nan=nan must be a positive number"):
+        c.number("nan")
+    with pytest.raises(ConfigError, match="zero=0 must be true or false"):
+        c.flag("zero")
+    with pytest.raises(ConfigError, match="has null for the key 'empty'"):
+        c.positive("empty")
+    with pytest.raises(ConfigError, match="lacks the key 'absent'"):
+        c.flag("absent")
+    assert c.unread() == []
+
+
 def test_keys_that_were_not_read_are_refused_by_name() -> None:
     c = reader(hidden_size=4, rms_norm_eps=1e-5, sliding_window=64, torch_dtype="bfloat16")
     assert c.hidden_size == 4

@@ -1,8 +1,10 @@
 """Every tensor of a checkpoint is loaded, ignored by a rule, or an error; every storage is written
 once."""
 
+import importlib
 import math
 import weakref
+from collections import defaultdict
 from typing import ClassVar
 
 import pytest
@@ -123,6 +125,14 @@ def test_integers_do_not_pass_for_floats() -> None:
     tensors = whole_tensors()
     tensors["mlp.up_proj.weight"] = tensors["mlp.up_proj.weight"].to(torch.int8)
     rule = r"^mlp.up_proj.weight in memory.safetensors is int8, .* a floating point type$"
+    assert_refused_unread(tensors, rule)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_eight_bit_floats_without_a_scheme_do_not_pass_for_plain_ones(dtype: torch.dtype) -> None:
+    tensors = whole_tensors()
+    tensors["mlp.up_proj.weight"] = tensors["mlp.up_proj.weight"].to(dtype)
+    rule = r"^mlp.up_proj.weight in memory.safetensors is float8_\w+: values without their scale"
     assert_refused_unread(tensors, rule)
 
 
@@ -261,6 +271,19 @@ def test_weights_are_converted_to_the_models_dtype(stored: torch.dtype, dtype: t
             assert torch.equal(held, tensors[piece.name].to(dtype))
 
 
+class SizedCheckpoint(MemoryCheckpoint):
+    """Knows of how many rows each read was."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self.rows: defaultdict[str, list[int]] = defaultdict(list)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Tensor:
+        part = super().read(name, index)
+        self.rows[name].append(len(part))
+        return part
+
+
 def head_of(reference: Reference) -> Tensor:
     return reference.mounted.draft.model.head.gemm.weight.storages["weight"].tensor
 
@@ -281,6 +304,25 @@ def test_a_tied_head_with_values_of_its_own_is_loaded() -> None:
     reference = mount(MemoryCheckpoint(tensors | {"head.weight": own}), tied=True)
     assert torch.equal(head_of(reference), own)
     assert reference.bytes_read == sum(t.nbytes for t in tensors.values()) + own.nbytes
+
+
+@pytest.mark.parametrize("row", [None, 0, VOCAB - 1])
+def test_a_tied_head_is_held_against_the_embedding_a_few_rows_at_a_time(
+    row: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("rackmount_registry.mount.fill")
+    monkeypatch.setattr(module, "COMPARED_AT_ONCE", 2 * HIDDEN + 1)
+    tensors = whole_tensors(tied=True)
+    head = tensors["embed.weight"].clone()
+    if row is not None:
+        head[row, -1] += 1
+    checkpoint = SizedCheckpoint(tensors | {"head.weight": head})
+    reference = mount(checkpoint, tied=True)
+    assert torch.equal(head_of(reference), head)
+    loaded = {"embed.weight": 1, "head.weight": int(row is not None)}
+    for name, num_whole in loaded.items():
+        assert checkpoint.rows[name].count(VOCAB) == num_whole
+        assert max(n for n in checkpoint.rows[name] if n < VOCAB) == 2
 
 
 def test_a_tied_head_of_another_shape_is_refused() -> None:

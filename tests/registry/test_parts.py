@@ -1,5 +1,6 @@
 """The choice of compute parts for a draft."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,15 +9,19 @@ from tests.helpers.memory import draft_module
 from tests.helpers.mounting import chosen_parts, plugins
 from torch import nn
 
+from rackmount_moe.local import LocalDispatcher
+from rackmount_moe.torch_experts import TorchExperts
 from rackmount_registry import hookimpl
-from rackmount_registry.axes import Axis
+from rackmount_registry.axes import Axis, Cut, Mesh, Solo
 from rackmount_registry.capabilities import Cell, Demand
 from rackmount_registry.descriptors import LinearKernel, OpSet
 from rackmount_registry.errors import PluginError, SelectionError
-from rackmount_registry.mount import Draft, select_parts
-from rackmount_registry.nn import Experts, Linear, Routing
+from rackmount_registry.experts import DispatchContext
+from rackmount_registry.mount import Draft, assemble, select_parts
+from rackmount_registry.nn import Attention, Embedding, Experts, GatedMLP, Linear, Norm, Routing
 from rackmount_registry.ops import OPS
 from rackmount_registry.plugins import PluginManager
+from rackmount_registry.step import ReferenceStep
 
 CPU = Demand(device="cpu", dtype="float32")
 
@@ -25,23 +30,83 @@ def dense() -> Draft:
     return draft_module(lambda: nn.Sequential(Linear(4, 4)), dtype=torch.float32)
 
 
+def normed() -> Draft:
+    return draft_module(lambda: nn.Sequential(Norm(4, 1e-6)), dtype=torch.float32)
+
+
+def sparse(mesh: Mesh | None = None) -> Draft:
+    experts, ffn, routing = Axis("experts", 6), Axis("expert_ffn", 8), Routing(top_k=2)
+    return draft_module(
+        lambda: nn.Sequential(Experts(4, experts, ffn, routing)), dtype=torch.bfloat16, mesh=mesh
+    )
+
+
+class Everything(nn.Module):
+    """A model of every socket."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        heads, ffn = Axis("heads", 2, 4), Axis("ffn", 8)
+        self.embed = Embedding(Axis("vocab", 8), 8)
+        self.norm = Norm(8, 1e-6)
+        self.attn = Attention(heads, heads, rope=None)
+        self.mlp = GatedMLP(8, ffn)
+        if sparse:
+            self.moe = Experts(8, Axis("experts", 2), Axis("expert_ffn", 4), Routing(top_k=1))
+
+
 def test_only_what_the_draft_needs_is_chosen() -> None:
     choice = select_parts(plugins(), dense(), CPU)
-    assert (choice.ops.keys(), choice.linear.keys()) == (set(OPS), {"dense"})
+    assert (choice.ops.keys(), choice.linear.keys()) == (set[str](), {"dense"})
     assert not choice.experts
-    moe = draft_module(
-        lambda: Experts(4, Axis("experts", 2), Axis("expert_ffn", 4), Routing(top_k=1))
+    choice = select_parts(plugins(), sparse(), CPU)
+    assert (choice.ops.keys(), choice.experts.keys()) == ({"route"}, {"dense"})
+
+
+def test_every_operation_that_the_models_sockets_use_is_bound() -> None:
+    ops = vars(chosen_parts(draft_module(Everything)).ops)
+    assert ops.keys() == set(OPS)
+    assert all(callable(op) for op in ops.values())
+    ops = vars(chosen_parts(draft_module(lambda: Everything(sparse=False))).ops)
+    assert ops.keys() == set(OPS) - {"route"}
+
+
+def test_an_op_set_need_not_have_what_no_socket_uses() -> None:
+    manager = PluginManager.from_modules(
+        {"rackmount-plugins-backends": some_plugin(tuple(set(OPS) - {"route"}))}
     )
-    assert select_parts(plugins(), moe, CPU).experts.keys() == {"dense"}
+    draft = draft_module(lambda: Everything(sparse=False), dtype=torch.float32)
+    assert not hasattr(select_parts(manager, draft, CPU).load().ops, "route")
 
 
-def test_every_operation_is_bound() -> None:
-    ops = chosen_parts(dense()).ops
-    assert all(callable(getattr(ops, name)) for name in OPS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dispatcher_is_told_its_layers_experts_sizes_and_place(rank: int) -> None:
+    told: list[DispatchContext] = []
+
+    def dispatcher(context: DispatchContext) -> LocalDispatcher:
+        told.append(context)
+        return LocalDispatcher(context)
+
+    group = Solo(rank, 2)
+    drafted = sparse(Mesh(groups={"experts": group}))
+    parts = replace(chosen_parts(drafted), expert_parts={"dense": (TorchExperts, dispatcher)})
+    device = torch.device("cpu")
+    assemble(drafted, parts, ReferenceStep(), device=device, max_positions=1)
+    assert told == [
+        DispatchContext(
+            num_experts=6,
+            local_experts=Cut(3 * rank, 3 * rank + 3),
+            group=group,
+            top_k=2,
+            hidden_size=4,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+    ]
 
 
 def test_a_demand_that_no_kernel_meets_is_refused_when_it_is_loaded() -> None:
-    choice = select_parts(plugins(), dense(), Demand(device="tpu", dtype="float32"))
+    choice = select_parts(plugins(), normed(), Demand(device="tpu", dtype="float32"))
     with pytest.raises(SelectionError, match=r"no op_set fits: torch .*device=tpu is not one of"):
         choice.load()
 
@@ -80,9 +145,9 @@ def broken_plugin() -> SimpleNamespace:
 
 def test_a_failed_choice_names_the_broken_plugins() -> None:
     manager = PluginManager.from_modules(
-        {"rackmount-plugins-backends": some_plugin(OPS[:2]), "broken": broken_plugin()}
+        {"rackmount-plugins-backends": some_plugin(OPS[:1]), "broken": broken_plugin()}
     )
-    choice = select_parts(manager, dense(), CPU)
+    choice = select_parts(manager, normed(), CPU)
     with pytest.raises(SelectionError, match=r"no op_set fits: none is mounted.*Broken .*broken 0"):
         choice.load()
 
@@ -91,4 +156,4 @@ def test_an_op_set_that_lacks_what_it_offers_is_refused_by_name() -> None:
     plugin = some_plugin(OPS, factory="rackmount_registry.axes:Solo")
     manager = PluginManager.from_modules({"rackmount-plugins-backends": plugin})
     with pytest.raises(PluginError, match=r"op_set 'mine' .* offers rms_norm, and .* has none"):
-        select_parts(manager, dense(), CPU).load()
+        select_parts(manager, normed(), CPU).load()

@@ -69,7 +69,7 @@ def answer(
     """Answers `prompt` alone and gives each piece of text to `write`.
 
     Raises:
-        ValueError: the prompt is refused.
+        RequestError: the prompt is refused.
     """
     start = perf_counter()
     texts: list[str] = []

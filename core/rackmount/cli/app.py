@@ -23,7 +23,8 @@ PLAIN: dict[str, Any] = {
 class PluginGroup(TyperGroup):
     """Lists commands by their descriptors and imports one when it is called.
 
-    Errors that users can cause end as one line on stderr and exit code 2.
+    Errors that users can cause end as one line on stderr and exit code 2; any other is a mistake
+    of the program and shows where it arose.
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -36,7 +37,7 @@ class PluginGroup(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
-        except (RackmountError, TypeError, ValueError) as error:
+        except RackmountError as error:
             if ctx.find_root().params["traceback"]:
                 raise
             typer.echo(f"error: {error}", err=True)

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from rackmount.loading.locate import files_by_reader, route, serves
 from rackmount.rack import Rack
+from rackmount_registry.descriptors import ModelSource
 from rackmount_registry.offers import Offer
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import (
@@ -32,6 +35,48 @@ class Decision:
     def __str__(self) -> str:
         use = f" for {self.use}" if self.use else ""
         return f"{self.kind}{use}: {self.winner or 'NONE'}, {self.why}"
+
+
+def finding(model: str, path: Path, manager: PluginManager) -> Iterator[Decision]:
+    """Which sources led from a model's name to `path`, and which reader takes what is there."""
+    name, hops = model, route(model, manager)
+    for source, target in hops:
+        named = target != name
+        yield Decision(
+            kind="model_source",
+            use=name,
+            winner=_with_origin(source),
+            why=f"whose alias it is, for {target}" if named else "which serves such names",
+            candidates=tuple(
+                _verdict(offer, offer is source, _source_reason(offer.descriptor, name))
+                for offer in manager.offers(ModelSource)
+            ),
+        )
+        name = target
+    if not hops:
+        yield Decision(
+            kind="model_source", use=name, winner="none", why="a path that exists", candidates=()
+        )
+    taken = files_by_reader(path, manager)
+    matching = [(reader, files) for reader, files in taken if files]
+    if len(matching) == 1:
+        ((reader, files),) = matching
+        more = "" if len(files) == 1 else f" and {len(files) - 1} more"
+        winner, why = _with_origin(reader), f"which takes {files[0].name}{more}"
+    elif matching:
+        winner, why = None, "files of several formats are there; name one file"
+    else:
+        winner, why = "none", "the configuration alone is there"
+    yield Decision(
+        kind="checkpoint_reader",
+        use="",
+        winner=winner,
+        why=why,
+        candidates=tuple(
+            _verdict(reader, bool(files), f"takes {', '.join(reader.descriptor.patterns)}")
+            for reader, files in taken
+        ),
+    )
 
 
 def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
@@ -71,25 +116,34 @@ def _chosen(
 
 def _claimed(kind: str, winner: Offer[Any] | None, manager: PluginManager) -> Decision:
     """A part that config.json asks for, by a name that the part claims."""
-    candidates = []
-    for offer in manager.offers(kind):
-        claims = f"claims {', '.join(offer.claims)}"
-        candidates.append(
-            Candidate(
-                name=offer.name,
-                distribution=offer.distribution,
-                version=offer.version,
-                band="",
-                accepted=offer == winner,
-                refusals=() if offer == winner else (Refusal(row=None, reasons=(claims,)),),
-            )
-        )
     return Decision(
         kind=kind,
         use="",
         winner=_with_origin(winner) if winner else "none",
         why="as config.json says",
-        candidates=tuple(candidates),
+        candidates=tuple(
+            _verdict(offer, offer == winner, f"claims {', '.join(offer.claims)}")
+            for offer in manager.offers(kind)
+        ),
+    )
+
+
+def _source_reason(source: ModelSource, name: str) -> str:
+    if serves(source, name):
+        return "comes later"
+    has = [f"serves {source.serves}"] if source.serves else []
+    return " and ".join(has + ["has no such alias"] * bool(source.aliases))
+
+
+def _verdict(offer: Offer[Any], accepted: bool, reason: str) -> Candidate:
+    """A part that is taken, or refused for one reason."""
+    return Candidate(
+        name=offer.name,
+        distribution=offer.distribution,
+        version=offer.version,
+        band="",
+        accepted=accepted,
+        refusals=() if accepted else (Refusal(row=None, reasons=(reason,)),),
     )
 
 

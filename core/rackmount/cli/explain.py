@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from rackmount.cli.decisions import Decision, decisions
+from rackmount.cli.decisions import Decision, decisions, finding
 from rackmount.cli.options import AsJson, EngineOptions, Model, unfold
 from rackmount.cli.progress import progress
 from rackmount.cli.report import capacity, dtype_name, full_requests, headline, size
@@ -45,7 +45,7 @@ def explain(
         failure = {"error": str(error), "candidates": as_plain(error.candidates)}
         _print(as_json, failure, _weighed(error.candidates))
         raise
-    made = list(decisions(rack, manager))
+    made = [*finding(model, path, manager), *decisions(rack, manager)]
     memory = free_bytes(rack.device) if memory_gib is None else int(memory_gib * 2**30)
     figures = {"decisions": as_plain(made)} | _figures(rack, memory)
     _print(as_json, figures, _lines(rack, made, memory))

@@ -16,6 +16,7 @@ from rackmount.cli.report import startup_report
 from rackmount.engine.engine import Engine
 from rackmount.sampling.params import SamplingParams
 from rackmount.text.prompts import Prompt
+from rackmount_registry.errors import RequestError
 
 
 @unfold
@@ -27,8 +28,14 @@ def run(
         typer.Argument(help="Without it: each line of stdin, until /exit.", show_default=False),
     ] = None,
     chat: Annotated[
-        bool, typer.Option("--chat", help="Hold a conversation, by the model's chat template.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Hold a conversation, by the model's chat template; the default where there is "
+            "a template and no PROMPT.",
+            show_default=False,
+        ),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(help="System message of the conversation.", show_default=False)
     ] = None,
@@ -38,7 +45,9 @@ def run(
     engine: EngineOptions,
 ) -> None:
     """Answer PROMPT, or what is typed."""
-    if system is not None and not chat:
+    if chat is None and prompt is not None:
+        chat = False
+    if system is not None and chat is False:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
     given = sampling.given()
     SamplingParams(**given)  # a bad value is to end here, not after minutes of loading
@@ -47,12 +56,15 @@ def run(
     with mounted:
         typer.echo("\n".join(startup_report(mounted)), err=True)
         params = replace(mounted.default_sampling_params, **given)
+        if chat is None:
+            template = getattr(mounted.tokenizer, "chat_template", None)
+            chat = system is not None or template is not None
         messages = [] if system is None else [{"role": "system", "content": system}]
         for line in _typed(as_json) if prompt is None else [prompt]:
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 said = _answer(mounted, asked if chat else line, params, as_json)
-            except ValueError as error:
+            except RequestError as error:
                 if prompt is not None:
                     raise
                 if as_json:  # a line for each line

@@ -1,5 +1,8 @@
 """The engine core: scheduler and executor, step by step, in token ids alone."""
 
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +13,7 @@ from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.request import FinishReason, Request
 from rackmount.scheduling.scheduler import Scheduler
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
+from rackmount_registry.errors import RequestError
 from rackmount_registry.executor import Executor, Launch, RankError
 from rackmount_registry.options import instantiate
 
@@ -52,21 +56,20 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self.scheduler = Scheduler(
-            SchedulerConfig(
-                num_blocks=self.num_kv_blocks,
-                block_size=rack.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=rack.max_model_len,
-                vocab_size=rack.draft.vocab_size,
-                long_prefill_token_threshold=config.long_prefill_token_threshold,
-                policy="priority" if config.scheduling_policy == "priority" else "fcfs",
-                enable_prefix_caching=config.enable_prefix_caching,
-            )
+        self._limits = SchedulerConfig(
+            num_blocks=self.num_kv_blocks,
+            block_size=rack.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=rack.max_model_len,
+            vocab_size=rack.draft.vocab_size,
+            long_prefill_token_threshold=config.long_prefill_token_threshold,
+            policy="priority" if config.scheduling_policy == "priority" else "fcfs",
+            enable_prefix_caching=config.enable_prefix_caching,
         )
-        self._lost: list[Event] = []
-        """The ends of the requests whose step raised, for the next step to tell."""
+        self.scheduler = Scheduler(self._limits)
+        self.events: deque[Event] = deque()
+        """What steps did, oldest first, for whoever drives the core to take."""
         self._down: RankError | None = None
 
     @property
@@ -74,40 +77,59 @@ class EngineCore:
         return self.scheduler.stats
 
     def add(self, request: Request) -> None:
-        """Queues a request. ValueError for one that can never run, RankError where no rank is
+        """Queues a request. RequestError for one that can never run, RankError where no rank is
         left."""
         if self._down:
             raise RankError(self._down.rank, f"the engine is down: {self._down}")
-        self.scheduler.add(request)
+        with self._restarting():
+            self.scheduler.add(request)
 
-    def finish(self, request_id: str, reason: FinishReason, stop_reason: str | None = None) -> None:
-        """Ends a request from outside: an abort, or a stop string in its text. Unknown ids are done
-        already."""
-        self.scheduler.finish(request_id, reason, stop_reason)
+    def abort(self, request_id: str) -> None:
+        """Ends a request that nobody waits for. Unknown ids are done already."""
+        with self._restarting():
+            self.scheduler.finish(request_id, "abort")
 
-    def step(self) -> list[Event]:
-        """One step; empty when there is nothing to do.
+    def step(self) -> bool:
+        """One step, whose events are added to `events`; False when there is nothing to do.
 
-        Where it raises, the requests that it ran end as "error", and the core goes on with others;
-        with a RankError all requests do, and the core takes no more.
+        Where the model raises, or is interrupted, the requests that it ran end as "error" and the
+        others go on; with a RankError all end, and the core takes no more.
         """
-        lost, self._lost = self._lost, []
-        plan = self.scheduler.schedule()
-        if plan is None:
-            assert not self.scheduler.has_requests, "requests wait, and nothing can run"
-            return lost
-        try:
-            result: StepResult = self.executor.step(plan)
-        except BaseException as error:
-            failed = self.scheduler.fail(plan)
-            if isinstance(error, RankError):
+        failure: BaseException | None = None
+        with self._restarting():
+            plan = self.scheduler.schedule()
+            if plan is None:
+                assert not self.scheduler.has_requests, "requests wait, and nothing can run"
+                return False
+            try:
+                result: StepResult = self.executor.step(plan)
+            except RankError as error:
                 self._down = error
-                failed += self.scheduler.finish_all("error")
-            self._lost = lost + [_error(request.request_id) for request in failed]
+                raise
+            except BaseException as error:
+                failure = error
+                self.events.extend(_error(each.request_id) for each in self.scheduler.fail(plan))
+            else:
+                for request_id in result.failed:
+                    self.scheduler.finish(request_id, "error")
+                output = self.scheduler.update(plan, result.token_ids)
+                self.events.extend(self._events(output, result))
+        if failure is not None:
+            raise failure
+        return True
+
+    @contextmanager
+    def _restarting(self) -> Iterator[None]:
+        """An interrupt within may leave the scheduler halfway: then all requests end as "error",
+        and the core starts anew with an empty prefix cache. A refusal changes nothing."""
+        try:
+            yield
+        except RequestError:
             raise
-        for request_id in result.failed:
-            self.scheduler.finish(request_id, "error")
-        return lost + self._events(self.scheduler.update(plan, result.token_ids), result)
+        except BaseException:
+            lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
+            self.events.extend(map(_error, lost))
+            raise
 
     def close(self) -> None:
         """Ends the ranks."""

@@ -1,7 +1,9 @@
 """The engine that people call."""
 
+import gc
 import itertools
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
 from typing import Any, Self, cast
@@ -9,7 +11,8 @@ from typing import Any, Self, cast
 import numpy as np
 
 from rackmount.config import EngineConfig
-from rackmount.engine.core import EngineCore
+from rackmount.engine.core import EngineCore, Event
+from rackmount.engine.group import Group
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
 from rackmount.execution.program import Live
@@ -28,7 +31,7 @@ from rackmount.text.prompts import (
     normalize_prompts,
 )
 from rackmount_registry.checkpoint import Report, silent
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.plugins import PluginManager
 
 
@@ -58,27 +61,27 @@ class Engine:
     ) -> None:
         self.config = EngineConfig.create(model=str(model), **arguments)
         self.manager = manager or PluginManager.discover()
-        self._sequences: dict[str, Sequence] = {}
-        self._ids = itertools.count()
-        self._seeds = np.random.default_rng(self.config.seed)
         path = locate(model, self.manager, report)
         checkpoint = open_checkpoint(path, self.manager)
         try:
-            self.rack: Rack = draft_rack(self.config, checkpoint.config, self.manager)
-            self.core = EngineCore(
-                path,
-                Live(manager=self.manager, rack=self.rack, checkpoint=checkpoint, report=report),
-            )
+            # The tokenizer first: if it is broken, that is known before gigabytes are read.
             self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
+            self._rack: Rack | None = draft_rack(self.config, checkpoint.config, self.manager)
+            live = Live(manager=self.manager, rack=self._rack, checkpoint=checkpoint, report=report)
+            self._core: EngineCore | None = EngineCore(path, live)
             self._generation_config = dict(checkpoint.generation_config)
             named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
             # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
             self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
-        except BaseException:
-            self.close()
-            raise
         finally:
             checkpoint.close()
+        self._sequences: dict[str, Sequence] = {}
+        """By request id, until they end."""
+        self._dropped: deque[str] = deque()
+        """Requests that nobody waits for any more, to be ended when the core is not at work."""
+        self._at_work = False
+        self._ids = itertools.count()
+        self._seeds = np.random.default_rng(self.config.seed)
 
     def generate(
         self,
@@ -94,7 +97,7 @@ class Engine:
         Args:
             prompts: text, token ids, or chat messages (`{"role", "content"}`); or a list of these.
             params: for all, or one for each prompt; None takes `default_sampling_params`.
-            priority: lower goes first under the "priority" policy.
+            priority: lower goes first under the "priority" policy; "fcfs" does not look at it.
             cache_salt: prefix hits happen only between requests of equal salt.
             chat_template_kwargs: handed to the chat template.
 
@@ -104,14 +107,15 @@ class Engine:
         Raises:
             ValueError: a single prompt that is refused.
         """
-        groups = self._admit_all(prompts, params, priority, cache_salt, chat_template_kwargs)
-        sequences = _all_of(groups)
+        groups = self._prepare_all(prompts, params, priority, cache_salt, chat_template_kwargs)
+        sequences = [each for group in groups for each in group.sequences]
         try:
+            self._queue_all(groups)
             while any(each.finish_reason is None for each in sequences):
                 self._step()
         finally:
             self._drop(sequences)
-        return [_output(group) for group in groups]
+        return [group.output() for group in groups]
 
     def stream(
         self,
@@ -121,27 +125,27 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[TextChunk]:
-        """Answers prompts as `generate` does, chunk by chunk. Closing the iterator aborts what
+    ) -> Generator[TextChunk]:
+        """Answers prompts as `generate` does, chunk by chunk. Closing the generator aborts what
         still runs.
 
-        Several streams may be read in turn. A refused prompt raises before the first chunk, in a
-        batch too.
+        Several streams may be read in turn. A refused prompt of a batch is one chunk with its
+        error; a single one raises here.
         """
-        groups = self._admit_all(prompts, params, priority, cache_salt, chat_template_kwargs)
-        sequences = _all_of(groups)
-        for group in groups:
-            if isinstance(group, ValueError):
-                self._drop(sequences)
-                raise group
-        chunks = self._chunks(sequences)
+        groups = self._prepare_all(prompts, params, priority, cache_salt, chat_template_kwargs)
+        chunks = self._chunks(groups)
         next(chunks)  # so that it has begun: closing it unread aborts too
-        return cast(Iterator[TextChunk], chunks)
+        return cast(Generator[TextChunk], chunks)
 
-    def _chunks(self, sequences: list[Sequence]) -> Iterator[TextChunk | None]:
-        """None, then the chunks."""
+    def _chunks(self, groups: list[Group]) -> Generator[TextChunk | None]:
+        """Queues all, gives None, then the chunks."""
+        sequences = [each for group in groups for each in group.sequences]
+        for sequence in sequences:
+            sequence.chunks = deque()
         try:
+            self._queue_all(groups)
             yield None
+            yield from (group.refusal() for group in groups if group.error is not None)
             while True:
                 for each in sequences:
                     while each.chunks:
@@ -163,6 +167,20 @@ class Engine:
         return SamplingParams(**given)
 
     @property
+    def rack(self) -> Rack:
+        """The mounted parts, and why each was chosen. RackmountError once the engine is closed."""
+        if self._rack is None:
+            raise RackmountError("the engine is closed")
+        return self._rack
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine core. RackmountError once the engine is closed."""
+        if self._core is None:
+            raise RackmountError("the engine is closed")
+        return self._core
+
+    @property
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler."""
         return self.core.stats
@@ -175,9 +193,10 @@ class Engine:
         """Aborts what runs, ends the ranks and gives the memory back; the engine cannot be used
         afterwards."""
         self._drop(list(self._sequences.values()))
-        if hasattr(self, "core"):
-            self.core.close()
-            del self.core
+        if self._core is not None:
+            self._core.close()
+        self._core = self._rack = None  # the sockets of the rack's draft hold the weights
+        gc.collect()  # a traced graph refers to itself
 
     def __enter__(self) -> Self:
         return self
@@ -186,32 +205,62 @@ class Engine:
         self.close()
 
     def _step(self) -> None:
-        """One step of the core, for every sequence that runs."""
-        for event in self.core.step():
-            sequence = self._sequences.get(event.request_id)
-            if sequence is None:
-                continue
-            sequence.take(event)
-            if event.finish_reason is None and sequence.finish_reason is not None:
-                self.core.finish(event.request_id, "stop", cast(str, sequence.stop_reason))
-            if sequence.finish_reason is not None:
-                del self._sequences[event.request_id]
+        """One step of the core, and what came of it to every sequence that runs."""
+        self._end_dropped()
+        self._at_work = True
+        try:
+            stepped = self.core.step()
+        finally:
+            self._at_work = False
+        if not stepped and not self.core.events:
+            # An interrupt took the core's last word on these.
+            for sequence in self._sequences.values():
+                sequence.end("error")
+            self._sequences.clear()
+        while self.core.events:
+            self._deliver(self.core.events[0])
 
-    def _admit_all(
+    def _deliver(self, event: Event) -> None:
+        """Gives the oldest event to its sequence, and takes it from the core's."""
+        sequence = self._sequences.get(event.request_id)
+        try:
+            if sequence is not None:
+                sequence.take(event)
+        except BaseException:
+            if sequence is not None:
+                sequence.end("error")  # it may have taken half of the event
+            raise
+        finally:
+            self.core.events.popleft()
+            if sequence is not None and sequence.finish_reason is not None:
+                del self._sequences[event.request_id]
+                if event.finish_reason is None:
+                    self._dropped.append(event.request_id)
+
+    def _end_dropped(self) -> None:
+        """Ends the requests that nobody waits for."""
+        self._at_work = True
+        try:
+            while self._dropped:
+                self.core.abort(self._dropped.popleft())
+        finally:
+            self._at_work = False
+
+    def _prepare_all(
         self,
         prompts: Prompt | Several[Prompt],
         params: SamplingParams | Several[SamplingParams] | None,
         priority: int,
         cache_salt: str | None,
         chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> list[list[Sequence] | ValueError]:
-        """For each prompt its sequences, now queued, or the error that refused it."""
+    ) -> list[Group]:
+        """A group for each prompt, not queued yet."""
         _check_types(priority, cache_salt)
         rows, single = normalize_prompts(prompts)
-        each = self._each(params, len(rows))
-        # What may raise comes before the first is queued.
-        prepared: list[list[tuple[Request, Sequence]] | ValueError] = []
-        for index, (prompt, wanted) in enumerate(zip(rows, each, strict=True)):
+        groups = []
+        for index, (prompt, wanted) in enumerate(
+            zip(rows, self._each(params, len(rows)), strict=True)
+        ):
             try:
                 ids = encode(
                     prompt,
@@ -220,15 +269,28 @@ class Engine:
                     max_model_len=self.rack.max_model_len,
                     chat_template_kwargs=chat_template_kwargs,
                 )
-                prepared.append(self._prepare(ids, wanted, index, priority, cache_salt))
+                groups.append(self._prepare(ids, wanted, index, priority, cache_salt))
             except ValueError as error:
-                prepared.append(error)
-        admitted = [
-            group if isinstance(group, ValueError) else self._queue(group) for group in prepared
-        ]
-        if single and isinstance(admitted[0], ValueError):
-            raise admitted[0]
-        return admitted
+                groups.append(Group(prompt_index=index, error=error))
+        groups[0].alone = single
+        return groups
+
+    def _queue_all(self, groups: list[Group]) -> None:
+        """Gives the requests to the core. A group's are alike: all are taken, or none.
+
+        Raises:
+            ValueError: the only prompt is refused.
+        """
+        for group in groups:
+            try:
+                for request, sequence in group.members:
+                    self._sequences[request.request_id] = sequence
+                    self.core.add(request)
+            except ValueError as error:
+                self._drop(group.sequences)
+                group.error = error
+            if group.alone and group.error is not None:
+                raise group.error
 
     def _each(
         self, params: SamplingParams | Several[SamplingParams] | None, count: int
@@ -254,7 +316,7 @@ class Engine:
         index: int,
         priority: int,
         cache_salt: str | None,
-    ) -> list[tuple[Request, Sequence]]:
+    ) -> Group:
         """The `n` sequences of a prompt, and their requests."""
         params.validate_for(self.rack.draft.vocab_size, eos_token_ids=self.eos_token_ids)
         seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
@@ -264,7 +326,7 @@ class Engine:
         )
         if params.stop_strings:
             self._tokenizer()
-        group = []
+        group = Group(prompt_index=index)
         for number in range(params.n):
             name = f"{next(self._ids)}"
             request = Request(
@@ -283,19 +345,9 @@ class Engine:
                     stop_ids=stop_ids,
                 ),
             )
-            group.append((request, Sequence(name, index, number, ids, params, self.tokenizer)))
+            sequence = Sequence(name, index, number, ids, params, self.tokenizer)
+            group.members.append((request, sequence))
         return group
-
-    def _queue(self, group: list[tuple[Request, Sequence]]) -> list[Sequence] | ValueError:
-        """Gives a prompt's requests to the core: they are alike, so all are taken, or the first is
-        refused."""
-        for request, sequence in group:
-            try:
-                self.core.add(request)
-            except ValueError as error:
-                return error
-            self._sequences[request.request_id] = sequence
-        return [sequence for _, sequence in group]
 
     def _tokenizer(self) -> Any:
         if self.tokenizer is None:
@@ -303,11 +355,17 @@ class Engine:
         return self.tokenizer
 
     def _drop(self, sequences: list[Sequence]) -> None:
-        """Aborts those of `sequences` that still run."""
+        """Aborts those of `sequences` that still run.
+
+        A stream that is collected as garbage comes here at any time, even from within the core:
+        then its requests end before the next step.
+        """
         for sequence in sequences:
             if self._sequences.pop(sequence.request_id, None) is not None:
-                self.core.finish(sequence.request_id, "abort")
-                sequence.abort()
+                self._dropped.append(sequence.request_id)
+                sequence.end("abort")
+        if not self._at_work and self._core is not None:
+            self._end_dropped()
 
 
 def _check_types(priority: object, cache_salt: object) -> None:
@@ -317,19 +375,3 @@ def _check_types(priority: object, cache_salt: object) -> None:
     if not isinstance(cache_salt, str | None):
         raise TypeError(f"cache_salt={cache_salt!r} must be a str or None")
     (cache_salt or "").encode()
-
-
-def _all_of(groups: list[list[Sequence] | ValueError]) -> list[Sequence]:
-    return [each for group in groups if isinstance(group, list) for each in group]
-
-
-def _output(group: list[Sequence] | ValueError) -> RequestOutput:
-    if isinstance(group, ValueError):
-        return RequestOutput(prompt_token_ids=[], error=group)
-    first = group[0]
-    return RequestOutput(
-        prompt_token_ids=first.prompt_token_ids,
-        completions=[each.completion() for each in group],
-        prompt_logprobs=first.prompt_logprobs if first.params.prompt_logprobs is not None else None,
-        num_cached_tokens=first.num_cached_tokens,
-    )

@@ -72,3 +72,5 @@ class TextChunk:
     finish_reason: FinishReason | None = None
     """Set in the last chunk of each answer."""
     stop_reason: int | str | None = None
+    error: ValueError | None = None
+    """Why this prompt of a batch was refused: its only chunk, with the reason "error"."""

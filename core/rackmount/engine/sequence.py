@@ -31,12 +31,13 @@ class Sequence:
         self.index = index
         self.params = params
         self.prompt_token_ids = prompt_token_ids
-        self.chunks: deque[TextChunk] = deque()
-        """Not yet taken by a stream."""
+        self.chunks: deque[TextChunk] | None = None
+        """Not yet taken by a stream; None where nobody streams it."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
         self.num_cached_tokens = 0
+        self._taken: Event | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
         self._stream = _text_stream(prompt_token_ids, params, tokenizer)
@@ -46,9 +47,11 @@ class Sequence:
         return self._stream.text if self._stream else ""
 
     def take(self, event: Event) -> None:
-        """Adds what a step did, as one chunk. Events after the end are of no interest."""
-        if self.finish_reason is not None:
+        """Adds what a step did, as one chunk. Events after the end are of no interest, nor is one
+        that comes again because an interrupt kept its taker from crossing it off."""
+        if self.finish_reason is not None or event is self._taken:
             return
+        self._taken = event
         if event.prompt_logprobs is not None:
             first, entries = event.prompt_logprobs
             self.prompt_logprobs[first : first + len(entries)] = entries
@@ -62,12 +65,18 @@ class Sequence:
             text = self._push(event.token_id)
         if self._stream and self.finish_reason is not None:
             text += self._stream.finish()
-        if event.token_id is not None or self.finish_reason is not None:
+            if self._stream.finished_by is not None:
+                self.finish_reason, self.stop_reason = "stop", self._stream.finished_by
+        news = event.token_id is not None or self.finish_reason is not None
+        if self.chunks is not None and news:
             self.chunks.append(self._chunk(text, event))
 
-    def abort(self) -> None:
-        """Ends it where it stands."""
-        self.take(Event(request_id=self.request_id, finish_reason="abort"))
+    def end(self, reason: FinishReason) -> None:
+        """Ends it from outside where it stands; text that is held back stays so."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            if self.chunks is not None:
+                self.chunks.append(self._chunk("", Event(request_id=self.request_id)))
 
     def completion(self) -> Completion:
         """The whole answer, once finished."""

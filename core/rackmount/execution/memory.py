@@ -1,7 +1,8 @@
 """How much memory there is, and how many KV blocks it holds."""
 
-import os
+from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]  # it ships no types
 import torch
 
 from rackmount.rack import Rack
@@ -11,15 +12,28 @@ CPU_KV_BYTES = 4 << 30
 """Most that the KV pool takes of a CPU's memory unasked."""
 SHARE = {"cpu": 0.5, "cuda": 0.8}
 """Of the free memory, for the KV pool; the rest is for activations and others."""
+CGROUP = Path("/sys/fs/cgroup")
+"""Where a container's own limit stands, under Linux's cgroup v2."""
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of the device; None where there is no such device here."""
+    """Memory of the device that can still be taken; None where there is no such device here."""
     if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(int(psutil.virtual_memory().available), _left_to_container())
     if not torch.cuda.is_available():
         return None
     return torch.cuda.mem_get_info(device)[0]
+
+
+def _left_to_container() -> int:
+    """What the container's limit leaves; endless without one. The page cache counts as free."""
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+        used = int((CGROUP / "memory.current").read_text())
+        stats = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
+    except OSError:
+        return 1 << 62
+    return 1 << 62 if limit == "max" else int(limit) - used + int(stats.get("inactive_file", 0))
 
 
 def num_kv_blocks(rack: Rack, free: int) -> int:
@@ -27,17 +41,24 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     and can be used.
 
     Raises:
-        ConfigError: not one block fits.
+        ConfigError: not one block fits, or not as many as asked for.
     """
     config = rack.config
-    if config.num_kv_blocks is not None:
-        return config.num_kv_blocks
     bytes_per_block = rack.kv_bytes_per_token * rack.block_size
+    if config.num_kv_blocks is not None:
+        if config.num_kv_blocks * bytes_per_block > free:
+            raise ConfigError(
+                f"num_kv_blocks={config.num_kv_blocks} take {bytes_per_block} bytes each, and "
+                f"{free} are free; choose at most {free // bytes_per_block}"
+            )
+        return config.num_kv_blocks
     budget = config.kv_cache_memory_bytes
     if budget is None:
         budget = int(free * SHARE[rack.device.type])
         if rack.device.type == "cpu":
             budget = min(budget, CPU_KV_BYTES) // rack.num_ranks  # which share the memory
+    elif budget > free:
+        raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
     fitting = budget // bytes_per_block
     if fitting < 1:
         raise ConfigError(

@@ -21,6 +21,9 @@ from rackmount_registry.errors import ConfigError
 from rackmount_registry.mount import assemble, fill
 from rackmount_registry.options import instantiate
 
+MAX_PROMPT_LOGITS = 2**24
+"""Logits of prompt tokens that are held at once."""
+
 
 class Worker:
     """Weights, KV cache, persistent batch and sampler of one rank. `carve` comes before steps."""
@@ -47,6 +50,7 @@ class Worker:
         self._requests: dict[int, tuple[str, SamplingRequest]] = {}
         self._prompt_rows: set[int] = set()
         """Rows whose request wants prompt logprobs."""
+        self._prompt_chunk = max(1, MAX_PROMPT_LOGITS // rack.draft.vocab_size)
         table = SamplingTable(config.max_num_seqs, rack.draft.vocab_size, rack.device)
         self._sampler = Sampler(table)
 
@@ -149,9 +153,14 @@ class Worker:
             if first >= last:
                 continue
             targets = torch.from_numpy(self.batch.token_ids[row, first:last].astype(np.int64))
-            logits = self.mounted.logits(hidden[begin : begin + last - first])
-            tensors = prompt_logprobs(logits, targets.to(self.rack.device), num)
-            pieces[request_id] = first, _listed(tensors, [num] * (last - first))
+            pieces[request_id] = first, []
+            for some, ids in zip(
+                torch.split(hidden[begin : begin + last - first], self._prompt_chunk),
+                torch.split(targets.to(self.rack.device), self._prompt_chunk),
+                strict=True,
+            ):
+                tensors = prompt_logprobs(self.mounted.logits(some), ids, num)
+                pieces[request_id][1].extend(_listed(tensors, [num] * len(ids)))
         return pieces
 
 

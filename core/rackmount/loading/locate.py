@@ -1,8 +1,8 @@
 """Finding a model by its name, and the reader for what is found."""
 
-import fnmatch
 import re
 from collections.abc import Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +16,10 @@ from rackmount_registry.plugins import PluginManager
 MAX_HOPS = 4
 
 
+Hop = tuple[Offer[ModelSource], str]
+"""A source, and what it makes of the name before."""
+
+
 def locate(
     model: str | Path, manager: PluginManager, report: Report, *, weights: bool = True
 ) -> Path:
@@ -23,35 +27,54 @@ def locate(
     all that it holds.
 
     Raises:
-        ConfigError: no source knows the name.
+        ConfigError, PluginError: no source knows the name, or several do.
         CheckpointError: the source cannot bring it.
     """
-    name = str(model)
-    for _ in range(MAX_HOPS):
-        path = Path(name).expanduser()
-        if path.exists():
-            return path
-        aliases = manager.claims(ModelSource)
-        if name in aliases or ":" in name:
-            offer = manager.claimed(ModelSource, name)
-            target = offer.descriptor.aliases[name.rpartition(":")[2]]
-        else:
-            offer, target = _serving(name, manager, aliases), name
-        if offer.descriptor.factory:
-            return cast(Path, offer.load()(target, report, weights=weights))
-        name = target
-    raise ConfigError(f"model={str(model)!r} leads from alias to alias without an end")
+    hops = route(model, manager)
+    source, target = hops[-1] if hops else (None, str(model))
+    if source is None or not source.descriptor.factory:
+        return Path(target).expanduser()
+    return cast(Path, source.load()(target, report, weights=weights))
 
 
-def _serving(name: str, manager: PluginManager, aliases: list[str]) -> Offer[ModelSource]:
-    """The source whose pattern takes `name`."""
-    for offer in manager.offers(ModelSource):
-        if offer.descriptor.serves and re.fullmatch(offer.descriptor.serves, name):
-            return offer
+def route(model: str | Path, manager: PluginManager) -> list[Hop]:
+    """From alias to alias, up to the source that fetches or to a path that exists; nothing for such
+    a path itself.
+
+    Raises:
+        ConfigError, PluginError: as for `locate`.
+    """
+    name, hops = str(model), list[Hop]()
+    while not Path(name).expanduser().exists():
+        if len(hops) == MAX_HOPS:
+            raise ConfigError(f"model={str(model)!r} leads from alias to alias without an end")
+        source, name = _next(name, manager)
+        hops.append((source, name))
+        if source.descriptor.factory:
+            break
+    return hops
+
+
+def _next(name: str, manager: PluginManager) -> Hop:
+    """The source with this alias, else the first one whose pattern takes the name."""
+    sources = manager.offers(ModelSource)
+    if ":" in name or any(name in source.claims for source in sources):
+        source = manager.claimed(ModelSource, name)
+        return source, source.descriptor.aliases[name.rpartition(":")[2]]
+    for source in sources:
+        if serves(source.descriptor, name):
+            return source, name
+    aliases = manager.claims(ModelSource)
     raise ConfigError(
         f"model={name!r} is neither a path that exists, nor a hub id (owner/name), nor an alias"
-        f"{did_you_mean(name, aliases)}; aliases: {', '.join(aliases)}"
+        f"{did_you_mean(name, aliases)}; aliases: {', '.join(aliases) or 'none'}"
+        f"{broken_note(manager.broken)}"
     )
+
+
+def serves(source: ModelSource, name: str) -> bool:
+    """Whether its pattern takes the name."""
+    return source.serves is not None and re.fullmatch(source.serves, name) is not None
 
 
 def read_config(path: Path, manager: PluginManager) -> Mapping[str, Any]:
@@ -77,19 +100,18 @@ def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:
     Raises:
         CheckpointError: no reader matches, or several do.
     """
-    readers = manager.offers(CheckpointReader)
-    taken = {reader.name: _files_of(reader, path) for reader in readers}
-    matching = [reader for reader in readers if taken[reader.name]]
+    taken = files_by_reader(path, manager)
+    matching = [(reader, files) for reader, files in taken if files]
     if not matching:
-        patterns = ", ".join(p for reader in readers for p in reader.descriptor.patterns)
+        patterns = ", ".join(p for reader, _ in taken for p in reader.descriptor.patterns)
         raise CheckpointError(
             f"{path} holds no file that a mounted reader takes ({patterns or 'none is mounted'})"
             f"{broken_note(manager.broken)}"
         )
     if len(matching) > 1:
-        names = ", ".join(reader.name for reader in matching)
+        names = ", ".join(reader.name for reader, _ in matching)
         raise CheckpointError(f"{path} holds files of several formats ({names}); name one file")
-    files = taken[matching[0].name]
+    ((reader, files),) = matching
     if path.is_dir() and not (path / "config.json").exists():
         if len(files) != 1:
             listed = ", ".join(file.name for file in files)
@@ -97,11 +119,18 @@ def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:
                 f"{path} has no config.json and {len(files)} model files ({listed}); name one file"
             )
         path = files[0]
-    return cast(Checkpoint, matching[0].load()(path))
+    return cast(Checkpoint, reader.load()(path))
 
 
-def _files_of(reader: Offer[CheckpointReader], path: Path) -> list[Path]:
-    """Which files of a folder, or the file itself, a reader takes."""
+def files_by_reader(
+    path: Path, manager: PluginManager
+) -> list[tuple[Offer[CheckpointReader], list[Path]]]:
+    """Every reader with the files of a folder, or the file itself, that it takes."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    patterns = reader.descriptor.patterns
-    return [file for file in files if any(fnmatch.fnmatch(file.name, p) for p in patterns)]
+    return [
+        (
+            reader,
+            [f for f in files if any(fnmatch(f.name, p) for p in reader.descriptor.patterns)],
+        )
+        for reader in manager.offers(CheckpointReader)
+    ]

@@ -8,9 +8,6 @@ from torch import Tensor
 
 from rackmount.sampling.order import largest
 
-_CHUNK_ELEMENTS = 2**24
-"""Logits worked on at once: bounds the memory beside the logits of a long prompt."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class LogprobTensors:
@@ -53,15 +50,4 @@ def prompt_logprobs(logits: Tensor, target_ids: Tensor, num: int) -> LogprobTens
     `num` most likely tokens beside each; T may be 0. Every row is by itself: a prompt in chunks
     gives the same values.
     """
-    step = max(1, _CHUNK_ELEMENTS // logits.shape[-1])
-    rows = np.arange(len(logits))
-    parts = []
-    for start in range(0, max(1, len(logits)), step):
-        part = slice(start, start + step)
-        parts.append(gather_logprobs(rows[part], log_softmax(logits[part]), target_ids[part], num))
-    return LogprobTensors(
-        rows=rows,
-        token_ids=torch.cat([part.token_ids for part in parts]),
-        logprobs=torch.cat([part.logprobs for part in parts]),
-        ranks=torch.cat([part.ranks for part in parts]),
-    )
+    return gather_logprobs(np.arange(len(logits)), log_softmax(logits), target_ids, num)

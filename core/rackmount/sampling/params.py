@@ -131,13 +131,12 @@ class SamplingParams:
         vocab_size: int,
         *,
         eos_token_ids: Collection[int] = (),
-        max_logprobs: int | None = None,
     ) -> None:
         """Checks what only the model can tell.
 
         Raises:
-            ConfigError: an id outside the vocabulary, more logprobs than `max_logprobs` (None:
-                the vocabulary), or `min_tokens` where every allowed id is a stop id.
+            ConfigError: an id outside the vocabulary, more logprobs than it has ids, or
+                `min_tokens` where every allowed id is a stop id.
         """
         for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
             for token_id in getattr(self, name) or ():
@@ -146,13 +145,12 @@ class SamplingParams:
                         f"{name} holds id {token_id}, which is outside the vocabulary; "
                         f"legal ids are 0 to {vocab_size - 1}"
                     )
-        most = vocab_size if max_logprobs is None else min(max_logprobs, vocab_size)
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(self, name)
-            if wanted is not None and wanted > most:
+            if wanted is not None and wanted > vocab_size:
                 raise ConfigError(
-                    f"{name}={wanted} is above this engine's maximum; "
-                    f"it must be an integer from 0 to {most}"
+                    f"{name}={wanted} is above the size of the vocabulary; "
+                    f"it must be an integer from 0 to {vocab_size}"
                 )
         if self.min_tokens and self.allowed_token_ids is not None:
             stop_ids = self.stop_ids(eos_token_ids)

@@ -25,6 +25,7 @@ from rackmount.scheduling.request import FinishReason, Request, RequestState
 from rackmount.scheduling.request_table import NEVER, RequestTable
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
 from rackmount.scheduling.stop_tokens import StopTokens
+from rackmount_registry.errors import RequestError
 
 
 @dataclass(slots=True)
@@ -69,6 +70,11 @@ class Scheduler:
         return bool(self._requests)
 
     @property
+    def request_ids(self) -> list[str]:
+        """Of the requests that wait or run."""
+        return list(self._requests)
+
+    @property
     def stats(self) -> SchedulerStats:
         return replace(
             self._stats,
@@ -81,7 +87,7 @@ class Scheduler:
         """Queues a request. ValueError for one that can never run, or whose id is in use."""
         check_request(request, self.config)
         if request.request_id in self._requests:
-            raise ValueError(
+            raise RequestError(
                 f"request id {request.request_id!r} is in use; unfinished requests must differ"
             )
         rank = request.priority if self.config.policy == "priority" else 0
@@ -106,11 +112,6 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason, request.stop_reason = reason, stop_reason
         return request
-
-    def finish_all(self, reason: FinishReason) -> list[Request]:
-        """Ends every request that waits or runs, and gives them."""
-        names = list(self._requests)
-        return [request for name in names if (request := self.finish(name, reason))]
 
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block, as after a change of weights; gives how many there were.

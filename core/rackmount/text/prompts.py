@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
+from rackmount_registry.errors import RequestError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -42,7 +44,7 @@ def encode(
     Text gets the special tokens that the tokenizer adds (BOS), a chat those of its template.
 
     Raises:
-        ValueError: no token, an id outside the vocabulary, no place left for an output token, a
+        RequestError: no token, an id outside the vocabulary, no place left for an output token, a
             malformed message, no tokenizer or no chat template where one is needed.
     """
     match prompt:
@@ -56,37 +58,24 @@ def encode(
         case list() | tuple():
             ids = _as_ids(prompt)
         case _:
-            raise ValueError(
+            raise RequestError(
                 f"prompt {reprlib.repr(prompt)} is of type {type(prompt).__name__}; "
                 "it must be a str, a list of token ids or a list of messages"
             )
     if not ids:
-        raise ValueError(f"prompt {reprlib.repr(prompt)} has no token; it needs at least one")
+        raise RequestError(f"prompt {reprlib.repr(prompt)} has no token; it needs at least one")
     if min(ids) < 0 or max(ids) >= vocab_size:
         index, value = next((i, x) for i, x in enumerate(ids) if not 0 <= x < vocab_size)
-        raise ValueError(
+        raise RequestError(
             f"token id {value} at index {index} of the prompt is outside the vocabulary; "
             f"legal ids are 0 to {vocab_size - 1}"
         )
     if len(ids) >= max_model_len:
-        raise ValueError(
+        raise RequestError(
             f"prompt of {len(ids)} tokens is too long: max_model_len={max_model_len}, one place "
             f"of it for output, allows at most {max_model_len - 1}"
         )
     return ids
-
-
-def encode_batch(
-    prompts: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase | None", **options: Any
-) -> list[list[int] | ValueError]:
-    """Token ids of each prompt, or the error of that row alone. `options` are those of `encode`."""
-    rows: list[list[int] | ValueError] = []
-    for prompt in prompts:
-        try:
-            rows.append(encode(prompt, tokenizer, **options))
-        except ValueError as error:
-            rows.append(error)
-    return rows
 
 
 def eos_ids(
@@ -108,14 +97,14 @@ def encode_bad_words(
     """The token sequences that write each word, with and without a space before it.
 
     Raises:
-        ValueError: a word without a token (spaces before it do not count), no tokenizer.
+        RequestError: a word without a token (spaces before it do not count), no tokenizer.
     """
     sequences: list[list[int]] = []
     for index, word in enumerate(words):
         bare = word.lstrip(" ")
         spellings = [_encode_inside(text, _require(tokenizer)) for text in (bare, f" {bare}")]
         if not bare or [] in spellings:
-            raise ValueError(f"bad word {word!r} at index {index} has no token; it needs one")
+            raise RequestError(f"bad word {word!r} at index {index} has no token; it needs one")
         sequences += spellings
     return sequences
 
@@ -132,12 +121,15 @@ def _encode_inside(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]
 
 def _require(tokenizer: "PreTrainedTokenizerBase | None") -> "PreTrainedTokenizerBase":
     if tokenizer is None:
-        raise ValueError("the model has no tokenizer to encode text; give lists of token ids")
+        raise RequestError("the model has no tokenizer to encode text; give lists of token ids")
     return tokenizer
 
 
 def _encode_text(text: str, tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    text.encode()  # a lone surrogate, which JSON can carry, raises a ValueError with its place
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can carry
+        raise RequestError(f"prompt {reprlib.repr(text)} is no Unicode text: {error}") from error
     ids: list[int] = tokenizer.encode(text, verbose=False)
     return ids
 
@@ -148,12 +140,12 @@ def _encode_chat(
     for index, message in enumerate(messages):
         for key in ("role", "content"):
             if not isinstance(message, Mapping) or not isinstance(message.get(key), str):
-                raise ValueError(
+                raise RequestError(
                     f"message {reprlib.repr(message)} at index {index} has no {key!r} that is a "
                     "str; each message needs 'role' and 'content'"
                 )
     if tokenizer.chat_template is None and "chat_template" not in options:
-        raise ValueError(
+        raise RequestError(
             "the tokenizer has no chat template; give the prompt as a str or token ids, "
             "or a template as chat_template_kwargs={'chat_template': ...}"
         )
@@ -162,14 +154,14 @@ def _encode_chat(
             messages, tokenize=True, return_dict=False, **options
         )
     except Exception as error:  # a template is the model's own code and may raise anything
-        raise ValueError(f"the chat template failed: {type(error).__name__}: {error}") from error
+        raise RequestError(f"the chat template failed: {type(error).__name__}: {error}") from error
     return ids
 
 
 def _as_ids(prompt: Sequence[Any]) -> list[int]:
     for index, value in enumerate(prompt):
         if type(value) is not int and (isinstance(value, bool) or not isinstance(value, Integral)):
-            raise ValueError(
+            raise RequestError(
                 f"token id {reprlib.repr(value)} at index {index} of the prompt is of type "
                 f"{type(value).__name__}; it must be an int"
             )

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from rackmount_registry.errors import RequestError
+
 
 class StopStrings:
     """Finds the first stop string that is complete.
@@ -16,7 +18,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], include_stop_str_in_output: bool = False) -> None:
         if "" in stops:
-            raise ValueError(f"stop={list(stops)!r} has an empty string; each needs a character")
+            raise RequestError(f"stop={list(stops)!r} has an empty string; each needs a character")
         self._watches = [_Watch(stop) for stop in stops]
         self._include = include_stop_str_in_output
         self._held = ""

@@ -42,6 +42,7 @@ def assemble(
         linear=parts.linear,
         experts=parts.experts,
         max_positions=max_positions,
+        dtype=draft.dtype,
         device=device,
     )
     for socket in draft.sockets:

@@ -15,6 +15,8 @@ from rackmount_registry.nn.embedding import OutputHead
 from rackmount_registry.nn.storage import Piece, Storage
 
 MAX_LISTED = 8
+COMPARED_AT_ONCE = 2**22
+"""Values of a tied head and of the embedding that are held against each other together."""
 
 
 def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> int:
@@ -25,8 +27,8 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     before all of that is known to hold.
 
     Raises:
-        CheckpointError: missing, extra or misshapen tensors, or integers where the model has
-            floats; by name and file.
+        CheckpointError: missing, extra or misshapen tensors, or integers or eight-bit floats where
+            the model has plain floats; by name and file.
     """
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
@@ -61,8 +63,22 @@ def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) ->
         embedding = head.tied[0].table.names[0] + ".weight"
         if embedding not in checkpoint.tensors:
             continue
-        if not torch.equal(checkpoint.read(head.weight_name), checkpoint.read(embedding)):
+        if not _equal(checkpoint, head.weight_name, embedding):
             head.untie()
+
+
+def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two matrices hold the same values; some rows of each are in memory at a time."""
+    shape = checkpoint.tensors[one].shape
+    if shape != checkpoint.tensors[other].shape or len(shape) != 2:
+        return False
+    num_rows = max(1, COMPARED_AT_ONCE // shape[1])
+    parts = (slice(start, start + num_rows) for start in range(0, shape[0], num_rows))
+    columns = slice(0, shape[1])
+    return all(
+        torch.equal(checkpoint.read(one, (rows, columns)), checkpoint.read(other, (rows, columns)))
+        for rows in parts
+    )
 
 
 def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> None:
@@ -99,7 +115,8 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> N
 
 
 def _check(name: str, info: TensorInfo, piece: Piece, dtype: str | None) -> None:
-    """One tensor against its place: equal shape, and no change between integers and floats."""
+    """One tensor against its place: equal shape, no change between integers and floats, and no
+    floats that need a scale."""
     if info.shape != piece.shape and not (info.shape == () and piece.shape == (1,)):
         raise CheckpointError(
             f"{name} in {info.file} has shape {list(info.shape)}, "
@@ -109,6 +126,11 @@ def _check(name: str, info: TensorInfo, piece: Piece, dtype: str | None) -> None
         raise CheckpointError(
             f"{name} in {info.file} is {info.dtype}, "
             f"the model needs {dtype or 'a floating point type'}"
+        )
+    if dtype is None and info.dtype.startswith("float8"):
+        raise CheckpointError(
+            f"{name} in {info.file} is {info.dtype}: values without their scale, which no scheme "
+            "of its configuration explains"
         )
 
 

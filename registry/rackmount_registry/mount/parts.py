@@ -114,12 +114,13 @@ def select_parts(
     """
     asked = requested or {}
     formats = draft.formats()
+    used = frozenset[str]().union(*(socket.uses for socket in draft.sockets))
     kernels = manager.offers(LinearKernelDescriptor.kind)
     return PartsChoice(
         ops=choose_ops(
             manager.offers(OpSet.kind),
             demand,
-            OPS,
+            [op for op in OPS if op in used],
             asked.get(OpSet.kind, "auto"),
             opted_in,
             manager.broken,

@@ -37,6 +37,8 @@ class Attention(Socket):
         sliding_window: tokens that a token sees, itself included; None for all.
     """
 
+    uses = frozenset({"rms_norm", "rotary"})
+
     def __init__(
         self,
         heads: Axis,

@@ -15,6 +15,8 @@ from rackmount_registry.nn.storage import LinearPart, Storage, StoredWeight
 class Embedding(Socket):
     """ids int64 [T] -> rows [T, size]."""
 
+    uses = frozenset({"embedding"})
+
     def __init__(self, vocab: Axis, size: int) -> None:
         super().__init__()
         self.vocab = vocab

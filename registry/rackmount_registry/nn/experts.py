@@ -27,6 +27,7 @@ class Experts(Socket):
     `.down_proj`.
     """
 
+    uses = frozenset({"route"})
     kernel: ExpertKernel
     dispatcher: TokenDispatcher
     prepared: Any
@@ -86,7 +87,15 @@ class Experts(Socket):
     def bind(self, binding: Binding) -> None:
         self.ops = binding.ops
         self.gate.bind(binding)
-        context = DispatchContext(local_experts=self.local, group=self.mesh.group(self.experts))
+        context = DispatchContext(
+            num_experts=self.experts.count,
+            local_experts=self.local,
+            group=self.mesh.group(self.experts),
+            top_k=self.routing.top_k,
+            hidden_size=self.hidden,
+            dtype=binding.dtype,
+            device=binding.device,
+        )
         self.kernel, self.dispatcher = binding.experts(self.gate_up.stored.yields, context)
         summed = (self.ffn,) if self.dispatcher.reduces else (self.ffn, self.experts)
         self.pending = splitting(self.mesh, *summed)

@@ -10,6 +10,8 @@ from rackmount_registry.nn.socket import Binding, Socket
 class SiluMul(Socket):
     """silu(gate) * up."""
 
+    uses = frozenset({"silu_mul"})
+
     def bind(self, binding: Binding) -> None:
         self.ops = binding.ops
 

@@ -11,6 +11,8 @@ from rackmount_registry.nn.storage import Storage, vector
 class Norm(Socket):
     """RMSNorm over `size` features that never split: x [T, size] -> the same."""
 
+    uses = frozenset({"rms_norm", "add_rms_norm"})
+
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.size = size

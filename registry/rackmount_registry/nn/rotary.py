@@ -34,7 +34,7 @@ class Rotary:
         return cls(
             config=rope(config),
             head_size=head_size,
-            max_position=config.max_position_embeddings,
+            max_position=config.positive("max_position_embeddings"),
             interleaved=interleaved,
         )
 

@@ -3,7 +3,7 @@ fills."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar, cast
+from typing import ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ class Binding:
     experts: Callable[[str, DispatchContext], tuple[ExpertKernel, TokenDispatcher]]
     """Kernel and dispatcher for the weight format of an experts' bundle."""
     max_positions: int
+    dtype: torch.dtype
+    """Of activations."""
     device: torch.device
     _tables: dict[Rotary, Tensor] = field(default_factory=dict, init=False)
 
@@ -60,6 +62,8 @@ class Socket(nn.Module):
     Only then may it run.
     """
 
+    uses: ClassVar[frozenset[str]] = frozenset()
+    """Operations (see `ops.OPS`) that it calls: no others are bound."""
     path: str = ""
     """Place in the model, e.g. "model.layers.0.self_attn.qkv"."""
     pending: tuple[Group, ...] = ()

@@ -1,0 +1,142 @@
+"""Interrupts and garbage at any moment: nothing is lost in silence, and the engine lives."""
+
+import gc
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.engines import assert_idle, greedy, rows, tiny_engine, tokens_of
+
+from rackmount import Engine
+
+PROMPTS = rows(9, 5, 12, 7, 3)
+
+
+class Interrupt(BaseException):
+    """What a signal raises between any two instructions."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("model"), "llama")[0]
+
+
+@pytest.fixture
+def alarm() -> Iterator[Any]:
+    """Sets when the next Interrupt comes, in seconds; 0 for none."""
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def interrupted(engine: Engine, alarm: Any, after: float) -> tuple[bool, list[int], str | None]:
+    """Whether a `generate` was interrupted, and the tokens and end of a stream open beside it.
+
+    An interrupt within torch's own bookkeeping of its modes may come out as a RuntimeError of that
+    step or the next: a loud end, too.
+    """
+    stream = engine.stream(PROMPTS[0], greedy(9))
+    tokens = [*next(stream).token_ids]
+    hit = False
+    try:
+        alarm(after)
+        engine.generate(PROMPTS, greedy(9))
+    except (Interrupt, RuntimeError):
+        hit = True
+    finally:
+        alarm(0)
+    end = None
+    try:
+        for chunk in stream:
+            tokens += chunk.token_ids
+            end = chunk.finish_reason
+    except RuntimeError:
+        end = "error"
+    return hit, tokens, end
+
+
+@pytest.mark.parametrize(
+    "num_hits", [pytest.param(60, id="few"), pytest.param(1500, id="many", marks=pytest.mark.slow)]
+)
+def test_an_interrupt_at_any_moment_costs_no_token_in_silence(
+    folder: Path, alarm: Any, num_hits: int
+) -> None:
+    engine = tiny_engine(folder, max_num_seqs=4)
+    expected = tokens_of(engine, PROMPTS, greedy(9))
+    moments = random.Random(1)
+    hits = 0
+    while hits < num_hits:
+        hit, tokens, end = interrupted(engine, alarm, moments.uniform(0.0005, 0.02))
+        hits += hit
+        assert end == "error" or tokens == expected[0], f"ended as {end} with {len(tokens)} tokens"
+        assert_idle(engine)
+    assert tokens_of(engine, PROMPTS, greedy(9)) == expected
+
+
+@pytest.mark.parametrize("where", ["schedule", "update"])
+def test_an_interrupt_inside_the_scheduler_ends_all_and_starts_anew(
+    folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(folder)
+    expected = tokens_of(engine, PROMPTS, greedy(9))
+    other = engine.stream(PROMPTS[0], greedy(9))
+    next(other)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    inner = {"schedule": "_grow", "update": "_publish"}[where]
+    monkeypatch.setattr(engine.core.scheduler, inner, interrupt)
+    with pytest.raises(Interrupt):
+        engine.generate(PROMPTS[1], greedy(9))
+    assert [chunk.finish_reason for chunk in other] == ["error"]
+    assert_idle(engine)
+    assert tokens_of(engine, PROMPTS, greedy(9)) == expected
+
+
+def test_a_stream_collected_inside_the_scheduler_ends_before_the_next_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(folder)
+    expected = tokens_of(engine, PROMPTS, greedy(9))
+    garbage: list[Any] = [engine.stream(PROMPTS[1], greedy(9))]
+    next(garbage[0])
+    garbage.append(garbage)
+    scheduler = engine.core.scheduler
+    grow = scheduler._grow
+
+    def collect_and_grow(*given: np.ndarray) -> Any:
+        monkeypatch.undo()
+        gc.collect()
+        return grow(*given)
+
+    gc.disable()
+    try:
+        del garbage
+        monkeypatch.setattr(scheduler, "_grow", collect_and_grow)
+        assert tokens_of(engine, [PROMPTS[2]], greedy(9)) == [expected[2]]
+    finally:
+        gc.enable()
+    assert_idle(engine)
+
+
+def test_a_closed_engine_says_so(folder: Path) -> None:
+    engine = tiny_engine(folder)
+    stream = engine.stream(PROMPTS[0], greedy(9))
+    next(stream)
+    engine.close()
+    for use in (lambda: engine.generate([1], greedy(1)), lambda: engine.stats):
+        with pytest.raises(Exception, match="the engine is closed"):
+            use()
+    assert [chunk.finish_reason for chunk in stream] == ["abort"]
+    engine.close()

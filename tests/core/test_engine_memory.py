@@ -1,0 +1,89 @@
+"""How many KV blocks an engine takes."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.mounting import plugins
+
+from rackmount import Engine
+from rackmount.config import EngineConfig
+from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount_registry.errors import ConfigError
+
+TOKEN = 2 * 2 * 16 * 4 * 2
+"""Bytes: keys and values of 2 heads of 16 in float32, in 2 layers."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "llama")[0]
+
+
+def num_blocks(folder: Path, **arguments: Any) -> int:
+    engine = Engine(folder, manager=plugins(), **arguments)
+    core, block_size = engine.core, engine.rack.block_size
+    assert engine.rack.kv_bytes_per_token == TOKEN
+    assert core.kv_bytes == core.num_kv_blocks * block_size * TOKEN
+    return core.num_kv_blocks
+
+
+def test_the_pool_is_as_asked_for(folder: Path) -> None:
+    assert num_blocks(folder, num_kv_blocks=7) == 7
+    assert num_blocks(folder, kv_cache_memory_bytes=10 * 4 * TOKEN + 1, block_size=4) == 10
+
+
+def test_unasked_it_holds_every_sequence_at_full_length_and_no_more(folder: Path) -> None:
+    assert num_blocks(folder, max_num_seqs=3, block_size=10) == 3 * 7
+    assert num_blocks(folder, max_num_seqs=3, block_size=10, max_model_len=40) == 3 * 4
+
+
+def test_the_backend_s_preferred_block_size_is_the_default(folder: Path) -> None:
+    assert num_blocks(folder, max_num_seqs=2) == 2 * 64 // 16
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"num_kv_blocks": 10**13}, "num_kv_blocks=10000000000000 take .* choose at most"),
+        ({"kv_cache_memory_bytes": 10**16}, "is above the .* that are free"),
+        ({"kv_cache_memory_bytes": TOKEN}, "one KV block takes"),
+    ],
+    ids=str,
+)
+def test_a_pool_that_cannot_be_is_refused_with_numbers(
+    asked: dict[str, int], rule: str, folder: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rule):
+        num_blocks(folder, **asked)
+
+
+def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
+    rack: Any = SimpleNamespace(
+        config=EngineConfig.create(model="any", max_num_seqs=10**6),
+        device=torch.device("cpu"),
+        kv_bytes_per_token=1024,
+        block_size=16,
+        blocks_per_sequence=100,
+        num_ranks=1,
+    )
+    assert num_kv_blocks(rack, free=64 << 20) == (32 << 20) // (16 * 1024)
+    assert num_kv_blocks(rack, free=64 << 30) == (4 << 30) // (16 * 1024)
+    rack.num_ranks = 4  # they share the memory
+    assert num_kv_blocks(rack, free=64 << 30) == (1 << 30) // (16 * 1024)
+
+
+def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {
+        "memory.max": "3000\n",
+        "memory.current": "2500\n",
+        "memory.stat": "anon 1800\ninactive_file 700\n",
+    }.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr("rackmount.execution.memory.CGROUP", tmp_path)
+    assert free_bytes(torch.device("cpu")) == 3000 - 2500 + 700
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_bytes(torch.device("cpu")) > 1 << 20
