@@ -16,7 +16,7 @@ from tests.helpers.engines import (
 )
 
 from rackmount import Completion, Engine, SamplingParams
-from rackmount.execution.messages import StepResult
+from rackmount.execution.worker import StepResult
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.errors import ConfigError
 
@@ -228,11 +228,11 @@ def test_lower_priorities_go_first_under_that_policy(
     policy: str, order: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(folder, max_num_seqs=1, scheduling_policy=policy)
-    execute, admitted = engine.core.executor.step, []
+    step, admitted = engine.core.executor.step, []
 
     def recorded(plan: StepPlan) -> StepResult:
         admitted.extend(entry.num_prompt_tokens for entry in plan.admitted)
-        return execute(plan)
+        return step(plan)
 
     monkeypatch.setattr(engine.core.executor, "step", recorded)
     prompts = rows(5, 6, 7)
@@ -275,9 +275,7 @@ def test_a_closed_engine_gives_its_memory_back(folder: Path) -> None:
         stream = engine.stream(rows(5)[0], greedy(20))
         next(stream)
         weights = [weakref.ref(each.tensor) for each in engine.rack.draft.storages()]
-        caches = [
-            weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches
-        ]
+        caches = [weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches]
     assert [reference() for reference in weights + caches] == [None] * (len(weights) + 2)
     assert [chunk.finish_reason for chunk in stream] == ["abort"]
     engine.close()

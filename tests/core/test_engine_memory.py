@@ -72,8 +72,6 @@ def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
     )
     assert num_kv_blocks(rack, free=64 << 20) == (32 << 20) // (16 * 1024)
     assert num_kv_blocks(rack, free=64 << 30) == (4 << 30) // (16 * 1024)
-    rack.num_ranks = 4  # they share the memory
-    assert num_kv_blocks(rack, free=64 << 30) == (1 << 30) // (16 * 1024)
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

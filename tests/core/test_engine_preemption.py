@@ -32,14 +32,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def returns_amid_its_answer(engine: Engine, num_prompt_tokens: int) -> list[int]:
     """Filled in as the engine runs: with how many outputs requests of that prompt came back."""
-    execute, returns = engine.core.executor.step, []
+    step, returns = engine.core.executor.step, []
 
     def recorded(plan: StepPlan) -> Any:
         for entry in plan.admitted:
             num_output = entry.token_ids.size - entry.num_prompt_tokens
             if num_output and entry.num_prompt_tokens == num_prompt_tokens:
                 returns.append(num_output)
-        return execute(plan)
+        return step(plan)
 
     engine.core.executor.step = recorded  # type: ignore[method-assign]
     return returns

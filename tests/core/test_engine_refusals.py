@@ -67,6 +67,7 @@ def test_an_unknown_sampling_keyword_is_a_type_error_with_the_nearest_name() -> 
         ({"auto_plugins": ("acme",)}, "auto_plugins names 'acme', of which no part is mounted"),
         ({"kv_cache_memory_bytes": 100, "num_kv_blocks": None}, "one KV block takes 2048 bytes"),
         ({"tp": 3}, "3 ranks do not divide heads=4; choose one of 1, 2, 4"),
+        ({"tp": 2, "executor": "in-process"}, "'in-process' takes fewer than 2 .*multiprocess"),
         ({"tp": 2, "device": "cuda:1"}, "'cuda:1' names one device, and tp=2 .* device='cuda'"),
         ({"dp": 2}, "dp=2 is not supported; choose dp=1"),
         ({"ep": 8}, "ep=8 is not supported"),
@@ -77,7 +78,7 @@ def test_an_unknown_sampling_keyword_is_a_type_error_with_the_nearest_name() -> 
 def test_an_engine_argument_that_breaks_a_rule_is_refused_with_value_and_rule(
     given: dict[str, Any], message: str, folder: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises((ConfigError, SelectionError), match=message):
         tiny_engine(folder, **given)
 
 

@@ -165,6 +165,16 @@ def test_a_weight_that_is_missing_is_told_by_the_rank_that_misses_it(tmp_path: P
     assert belongings() == before
 
 
+def test_a_model_whose_tokenizer_cannot_be_read_leaves_no_rank(tmp_path: Path) -> None:
+    before = belongings()
+    made, _ = tiny_checkpoint(tmp_path, "llama")
+    (made / "tokenizer.json").write_text("{")
+    with pytest.raises(Exception) as caught:  # of the library
+        tiny_engine(made, tp=2)
+    assert belongings() == before
+    assert caught.value
+
+
 def test_an_engine_that_is_garbage_leaves_nothing(folder: Path) -> None:
     before = belongings()
     engine = tiny_engine(folder, tp=2)

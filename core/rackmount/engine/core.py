@@ -93,7 +93,7 @@ class EngineCore:
         """One step, whose events are added to `events`; False when there is nothing to do.
 
         Where the model raises, or is interrupted, the requests that it ran end as "error" and the
-        others go on; with a RankError all end, and the core takes no more.
+        others go on; with a RankError all requests end so, and the core takes no more.
         """
         failure: BaseException | None = None
         with self._restarting():
@@ -103,12 +103,13 @@ class EngineCore:
                 return False
             try:
                 result: StepResult = self.executor.step(plan)
-            except RankError as error:
-                self._down = error
-                raise
             except BaseException as error:
                 failure = error
-                self.events.extend(_error(each.request_id) for each in self.scheduler.fail(plan))
+                failed = self.scheduler.fail(plan)
+                if isinstance(error, RankError):
+                    self._down = error
+                    failed += self.scheduler.finish_all("error")
+                self.events.extend(_error(each.request_id) for each in failed)
             else:
                 for request_id in result.failed:
                     self.scheduler.finish(request_id, "error")

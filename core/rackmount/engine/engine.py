@@ -61,20 +61,8 @@ class Engine:
     ) -> None:
         self.config = EngineConfig.create(model=str(model), **arguments)
         self.manager = manager or PluginManager.discover()
-        path = locate(model, self.manager, report)
-        checkpoint = open_checkpoint(path, self.manager)
-        try:
-            # The tokenizer first: if it is broken, that is known before gigabytes are read.
-            self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
-            self._rack: Rack | None = draft_rack(self.config, checkpoint.config, self.manager)
-            live = Live(manager=self.manager, rack=self._rack, checkpoint=checkpoint, report=report)
-            self._core: EngineCore | None = EngineCore(path, live)
-            self._generation_config = dict(checkpoint.generation_config)
-            named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
-            # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
-            self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
-        finally:
-            checkpoint.close()
+        self._rack: Rack | None = None
+        self._core: EngineCore | None = None
         self._sequences: dict[str, Sequence] = {}
         """By request id, until they end."""
         self._dropped: deque[str] = deque()
@@ -82,6 +70,26 @@ class Engine:
         self._at_work = False
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed)
+        path = locate(model, self.manager, report)
+        checkpoint = open_checkpoint(path, self.manager)
+        try:
+            # The tokenizer first: if it is broken, that is known before gigabytes are read.
+            self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
+            rack = draft_rack(self.config, checkpoint.config, self.manager)
+            self._rack = rack
+            self._core = EngineCore(
+                path,
+                Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),
+            )
+            self._generation_config = dict(checkpoint.generation_config)
+            named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
+            # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
+            self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            checkpoint.close()
 
     def generate(
         self,
@@ -193,9 +201,10 @@ class Engine:
         """Aborts what runs, ends the ranks and gives the memory back; the engine cannot be used
         afterwards."""
         self._drop(list(self._sequences.values()))
-        if self._core is not None:
-            self._core.close()
-        self._core = self._rack = None  # the sockets of the rack's draft hold the weights
+        core, self._core = self._core, None
+        if core is not None:
+            core.close()
+        self._rack = None  # the sockets of its draft hold the weights
         gc.collect()  # a traced graph refers to itself
 
     def __enter__(self) -> Self:

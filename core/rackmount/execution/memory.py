@@ -56,7 +56,8 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     if budget is None:
         budget = int(free * SHARE[rack.device.type])
         if rack.device.type == "cpu":
-            budget = min(budget, CPU_KV_BYTES) // rack.num_ranks  # which share the memory
+            # Ranks share the memory of the host.
+            budget = min(budget, CPU_KV_BYTES) // rack.num_ranks
     elif budget > free:
         raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
     fitting = budget // bytes_per_block

@@ -113,6 +113,11 @@ class Scheduler:
         request.finish_reason, request.stop_reason = reason, stop_reason
         return request
 
+    def finish_all(self, reason: FinishReason) -> list[Request]:
+        """Ends every request that waits or runs, and gives them."""
+        names = list(self._requests)
+        return [request for name in names if (request := self.finish(name, reason))]
+
     def reset_prefix_cache(self) -> int:
         """Forgets every cached block, as after a change of weights; gives how many there were.
 
