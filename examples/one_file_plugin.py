@@ -1,11 +1,21 @@
 """A whole plugin in one file: an attention backend by its definition, then a model that runs on it.
 
-As a distribution of its own, this file would be `acme_naive.py`, with two entries in its
-pyproject.toml:
+As a distribution of its own, this file would be `acme_naive.py`, beside this pyproject.toml:
 
+    [build-system]
+    requires = ["hatchling"]
+    build-backend = "hatchling.build"
+    [project]
+    name = "acme-naive"
+    version = "0.1"
     dependencies = ["rackmount-registry>=1.0,<2"]
     [project.entry-points.rackmount]
     naive = "acme_naive"
+    [tool.hatch.build.targets.wheel]
+    include = ["acme_naive.py"]
+
+Once installed, `--attention-backend naive` asks for it; "auto" looks at parts from outside the
+project only with `--auto-plugin acme-naive`.
 
 Usage: python examples/one_file_plugin.py [MODEL]
 """
@@ -15,7 +25,6 @@ import sys
 import torch
 from torch import Tensor
 
-from rackmount import Engine, SamplingParams
 from rackmount_registry import hookimpl
 from rackmount_registry.attention import (
     AttentionBatch,
@@ -80,18 +89,15 @@ class NaiveAttention:
 
 def main(model: str) -> None:
     """Mounts this very file beside the installed plugins and asks the model."""
+    from rackmount import Engine, SamplingParams  # the plugin itself needs the registry alone
+
     manager = PluginManager.discover() + PluginManager.from_modules(
         {"acme-naive": sys.modules[__name__]}
     )
     with Engine(model, backend="naive", device="cpu", manager=manager) as engine:
         print(engine.rack.attention.why)
-        print(
-            repr(
-                engine.generate(
-                    "The capital of France is", SamplingParams(temperature=0, max_tokens=8)
-                )[0].text
-            )
-        )
+        params = SamplingParams(temperature=0, max_tokens=8)
+        print(repr(engine.generate("The capital of France is", params)[0].text))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ def model_sources() -> list[ModelSource]:
         ModelSource(
             name="hub",
             factory="rackmount.loading.hub:fetch",
-            serves=r"[\w.-]+/[\w.-]+(@[\w.-]+)?",
+            serves=r"\w[\w.-]*/\w[\w.-]*(@[\w.-]+)?",
             summary="the Hugging Face hub: owner/name or owner/name@revision",
         )
     ]

@@ -33,7 +33,7 @@ def explain(
 ) -> None:
     """Show what would be mounted for MODEL, what refuses the rest, and what memory would hold.
 
-    MODEL may be a config.json, or a folder with nothing else. Ends with 2 where nothing fits.
+    MODEL may be a config.json, or a folder with nothing else. Ends with 2 where no part fits.
     """
     manager: PluginManager = ctx.obj
     config = EngineConfig.create(model=model, **engine.arguments())
