@@ -129,6 +129,7 @@ def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
     sixteen = figures(folder, "--tp", "16")["kv_bytes_per_token"]["bfloat16"]
     assert sixteen == 14 * 1024  # 8 KV heads, each on two ranks
     text = explain(folder, "--tp", "4").stdout
+    assert "refused   in-process (rackmount-core 0): max_ranks=1 is below 4" in text
     assert "4 ranks" in text and "executor: multiprocess (rackmount-core" in text
 
 

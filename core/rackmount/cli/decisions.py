@@ -7,7 +7,7 @@ from typing import Any
 
 from rackmount.loading.locate import files_by_reader, route, serves
 from rackmount.rack import Rack
-from rackmount_registry.descriptors import ModelSource
+from rackmount_registry.descriptors import Executor, ModelSource
 from rackmount_registry.offers import Offer
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import (
@@ -99,7 +99,14 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
         use="",
         winner=_with_origin(rack.executor),
         why="requested" if rack.config.executor != "auto" else "the first that takes so many ranks",
-        candidates=(),
+        candidates=tuple(
+            _verdict(
+                offer,
+                (offer.descriptor.max_ranks or rack.num_ranks) >= rack.num_ranks,
+                f"max_ranks={offer.descriptor.max_ranks} is below {rack.num_ranks}",
+            )
+            for offer in manager.offers(Executor)
+        ),
     )
 
 
