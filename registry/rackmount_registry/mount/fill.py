@@ -23,7 +23,7 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     """Loads every weight of this rank and returns the bytes read.
 
     Every checkpoint tensor ends as loaded (here, or as a whole on other ranks), as ignored by a
-    named rule of the architecture, or as an error; every storage is written once. Nothing is read
+    named rule of the architecture, or as an error; every storage is written once. Nothing is loaded
     before all of that is known to hold.
 
     Raises:
