@@ -26,12 +26,7 @@ import torch
 from torch import Tensor
 
 from rackmount_registry import hookimpl
-from rackmount_registry.attention import (
-    AttentionBatch,
-    AttentionContext,
-    AttentionParams,
-    CacheSpec,
-)
+from rackmount_registry.attention import AttentionBatch, AttentionContext, AttentionParams
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.descriptors import AttentionBackend
 from rackmount_registry.plugins import PluginManager
@@ -48,7 +43,7 @@ def attention_backends() -> list[AttentionBackend]:
             factory=f"{__name__}:NaiveAttention",
             band="reference",
             cells=(Cell(devices=("cpu",), dtypes=("float32", "float64")),),
-            cache_layout="acme-slots",
+            cache_layout="slots",
             preferred_block_sizes=(16,),
         )
     ]
@@ -60,9 +55,6 @@ class NaiveAttention:
     def __init__(self, context: AttentionContext) -> None:
         self.block_size = context.block_size
 
-    def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        return (2, num_blocks * self.block_size, spec.num_kv_heads, spec.head_size)
-
     def plan(self, batch: AttentionBatch) -> tuple[AttentionBatch, list[Tensor]]:
         slots = []
         for row, length in zip(batch.rows, batch.seq_lens, strict=True):
@@ -72,9 +64,6 @@ class NaiveAttention:
             offsets = torch.arange(self.block_size)
             slots.append((blocks[:, None] * self.block_size + offsets).flatten()[:length])
         return batch, slots
-
-    def write(self, cache: Tensor, k: Tensor, v: Tensor, plan: tuple) -> None:
-        cache[:, plan[0].slot_mapping] = torch.stack((k, v))
 
     def run(self, q: Tensor, cache: Tensor, plan: tuple, params: AttentionParams) -> Tensor:
         batch, slots = plan

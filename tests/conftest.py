@@ -9,11 +9,14 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     """Only the GPU lane sees a GPU: the others are of the CPU, on whatever machine they run.
 
-    One thread each: several workers with several threads would fight over the cores.
+    One thread each: several workers with several threads would fight over the cores. Triton
+    reads TRITON_INTERPRET as it is imported, so it is set before any test module is: kernels then
+    run in its interpreter, on tensors of the CPU.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     if not asks_for_gpu(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def asks_for_gpu(markexpr: str) -> bool:

@@ -1,10 +1,23 @@
-"""What this distribution offers: the plain torch parts that every other backend is held to."""
+"""What this distribution offers: plain torch parts that every other is held to, kernels in Triton,
+and attention of vendors."""
 
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
-from rackmount_registry.descriptors import AttentionBackend, LinearKernel, OpSet
+from rackmount_registry.descriptors import AttentionBackend, LinearKernel, OpSet, Requirement
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+NARROW = ("bfloat16", "float16")
+TRITON = (Requirement(module="triton", install="pip install 'triton>=3.6'"),)
+OPS = (
+    "rms_norm",
+    "add_rms_norm",
+    "silu_mul",
+    "rotary_write",
+    "embedding",
+    "build_batch",
+    "sample",
+)
+"""What both op sets have."""
 
 
 @hookimpl
@@ -26,7 +39,98 @@ def attention_backends() -> list[AttentionBackend]:
                 )
                 for dtype in DTYPES
             ),
-        )
+        ),
+        AttentionBackend(
+            name="triton",
+            factory="rackmount_backends.triton_attention.backend:TritonAttention",
+            summary="paged decode with split keys and paged prefill, in Triton",
+            requires=TRITON,
+            band="portable",
+            graph_safe=True,
+            cache_layout="slots",
+            preferred_block_sizes=(16, 32, 64, 128),
+            metadata="device",
+            cells=tuple(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=(dtype,),
+                    kv_dtypes=(dtype,),
+                    head_sizes=tuple(range(16, 257, 16)),
+                    block_sizes=(16, 32, 64, 128, 256),
+                    features=frozenset({"sliding_window", "soft_cap"}),
+                )
+                for dtype in ("bfloat16", "float16", "float32")
+            ),
+        ),
+        AttentionBackend(
+            name="flash-attn",
+            factory="rackmount_backends.flash_attn:FlashAttention",
+            summary="FlashAttention 4, kernels in CuTe DSL for Hopper and Blackwell",
+            requires=(
+                Requirement(
+                    module="flash_attn.cute",
+                    install="pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 "
+                    "'nvidia-cutlass-dsl[cu13]==4.8.1'",
+                ),
+            ),
+            band="vendor",
+            order=1,
+            decode_order=None,
+            graph_safe=True,
+            cache_layout="slots",
+            preferred_block_sizes=(16, 32, 64),
+            metadata="device",
+            jit="rackmount_backends.flash_attn:missing_kernels",
+            cells=tuple(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(9, 0),
+                    compute_capability_below=(12, 0),
+                    dtypes=(dtype,),
+                    kv_dtypes=(dtype,),
+                    head_sizes=head_sizes,
+                    # A page of exactly one key tile is read whole, what was never written included.
+                    block_sizes=block_sizes,
+                    features=frozenset({"sliding_window", "soft_cap"}),
+                )
+                for dtype in NARROW
+                for head_sizes, block_sizes in (
+                    ((64, 80, 96, 112, 128), (16, 32, 64, 256)),
+                    ((256,), (16, 32)),
+                )
+            ),
+        ),
+        AttentionBackend(
+            name="flashinfer",
+            factory="rackmount_backends.flashinfer.backend:FlashInfer",
+            summary="FlashInfer's paged kernels, compiled with nvcc at first use",
+            requires=(
+                Requirement(
+                    module="flashinfer",
+                    install="pip install flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11",
+                ),
+            ),
+            band="vendor",
+            order=2,
+            decode_order=1,
+            graph_safe=True,
+            cache_layout="slots",
+            preferred_block_sizes=(16, 32, 64, 128),
+            metadata="host",
+            jit="rackmount_backends.flashinfer.jit:missing_kernels",
+            cells=tuple(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=(dtype,),
+                    kv_dtypes=(dtype,),
+                    head_sizes=(64, 128, 256),
+                    features=frozenset({"sliding_window", "soft_cap"}),
+                )
+                for dtype in NARROW
+            ),
+        ),
     ]
 
 
@@ -38,9 +142,25 @@ def op_sets() -> list[OpSet]:
             factory="rackmount_backends.torch_ops:TORCH_OPS",
             summary="plain torch, fewer passes than the definitions",
             band="reference",
-            ops=("rms_norm", "add_rms_norm", "silu_mul", "rotary", "embedding", "route"),
+            ops=(*OPS, "route"),
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES),),
-        )
+        ),
+        OpSet(
+            name="triton",
+            factory="rackmount_backends.triton_ops.op_set:TRITON_OPS",
+            summary="one kernel for each operation, in Triton",
+            requires=TRITON,
+            band="portable",
+            graph_safe=True,
+            ops=OPS,
+            cells=(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=("float32", "bfloat16", "float16"),
+                ),
+            ),
+        ),
     ]
 
 
@@ -52,13 +172,32 @@ def linear_kernels() -> list[LinearKernel]:
             factory="rackmount_backends.torch_linear:DenseLinear",
             summary="torch's linear",
             band="reference",
+            graph_safe=True,
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, weight_formats=("dense",)),),
+        ),
+        LinearKernel(
+            name="triton",
+            factory="rackmount_backends.triton_linear.linear:TritonLinear",
+            summary="few rows in Triton where that was measured faster, else cuBLAS",
+            requires=TRITON,
+            band="portable",
+            graph_safe=True,
+            epilogues=("silu_mul", "add"),
+            cells=(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=NARROW,
+                    weight_formats=("dense",),
+                ),
+            ),
         ),
         LinearKernel(
             name="torch-int8",
             factory="rackmount_backends.torch_linear:DequantizedLinear",
             summary="torch's linear on weights that are dequantized in every call",
             band="reference",
+            graph_safe=True,
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, weight_formats=("int8_rows",)),),
         ),
     ]

@@ -1,10 +1,10 @@
 """Attention backend "torch": paged attention by `scaled_dot_product_attention`, on any device.
 
-It is the reference for all others, and the default on a CPU. The cache of a layer is [2, slots, G,
-D]: keys and values by slot. Requests that decode are attended to together: their keys and values
-are gathered side by side, a shorter one padded with its own last slot, so that nothing is read
-that was not written. A request that computes several tokens, or is alone, is attended to by itself,
-and where its slots lie in a row they are read in place.
+It is the reference for all others, and the default on a CPU. The cache has the layout "slots".
+Requests that decode are attended to together: their keys and values are gathered side by side, a
+shorter one padded with its own last slot, so that nothing is read that was not written. A request
+that computes several tokens, or is alone, is attended to by itself, and where its slots lie in a
+row they are read in place.
 
 Shapes: R requests of a group, Q query tokens each, N keys each, H query heads, G key/value heads,
 D head size.
@@ -23,7 +23,6 @@ from rackmount_registry.attention import (
     AttentionBatch,
     AttentionContext,
     AttentionParams,
-    CacheSpec,
 )
 
 MAX_GATHERED_KEYS = {"cpu": 2**11, "cuda": 2**16}
@@ -53,7 +52,6 @@ class Plan:
 
     def __init__(self, batch: AttentionBatch, context: AttentionContext) -> None:
         num_blocks = -(-int(batch.seq_lens.max(initial=0)) // context.block_size)
-        self.slot_mapping = batch.slot_mapping
         self._context = context
         self._first_tokens = batch.query_start_loc[:-1].astype(np.int64)
         self._query_lens = np.diff(batch.query_start_loc)
@@ -147,18 +145,9 @@ class TorchAttention:
         self._context = context
         self._workspace = torch.empty(0)
 
-    def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """[2, slots, G, D]: keys, then values."""
-        num_slots = num_blocks * self._context.block_size
-        return (2, num_slots, spec.num_kv_heads, spec.head_size)
-
     def plan(self, batch: AttentionBatch) -> Plan:
         """Copies what the groups are made from."""
         return Plan(batch, self._context)
-
-    def write(self, cache: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
-        """Puts k and v [T, G, D] into their slots."""
-        cache.index_copy_(1, plan.slot_mapping, torch.stack((k, v)))
 
     def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""

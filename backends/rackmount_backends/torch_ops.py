@@ -33,22 +33,36 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up) if gate.dtype in WIDE else ops.silu_mul(gate, up)
 
 
-def rotary(
+def rotary_write(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     positions: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
     interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    """See `ops.rotary`. The results are views of one tensor: all heads are turned at once."""
+    cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See `ops.rotary_write`. All heads are turned at once."""
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    heads = torch.cat((q, k), 1)
-    cos, sin = table.index_select(0, positions).unsqueeze(2).unbind(1)
-    width = 2 * table.shape[-1]
+    if table is not None:
+        heads = _turn(torch.cat((q, k), 1), table.index_select(0, positions), interleaved)
+        q, k = heads.split((q.shape[1], k.shape[1]), 1)
+    if bool((slots < 0).any()):
+        kept = slots >= 0
+        slots, k, v = slots[kept], k[kept], v[kept]
+    cache.index_copy_(1, slots.long(), torch.stack((k, v)).to(cache.dtype))
+    return q
+
+
+def _turn(heads: Tensor, rows: Tensor, interleaved: bool) -> Tensor:
+    """heads [T, N, D] by cosines and sines [T, 2, R / 2]."""
+    cos, sin = rows.unsqueeze(2).unbind(1)
+    width = 2 * rows.shape[-1]
     given = heads[..., :width]
     given = given if given.dtype in WIDE else given.float()
     turned = torch.empty_like(given, memory_format=torch.contiguous_format)
@@ -56,10 +70,7 @@ def rotary(
     torch.mul(a, cos, out=to_a).addcmul_(b, sin, value=-1)
     torch.mul(b, cos, out=to_b).addcmul_(a, sin)
     out = turned.to(heads.dtype)
-    if width < heads.shape[-1]:
-        out = torch.cat((out, heads[..., width:]), -1)
-    q, k = out.split((q.shape[1], k.shape[1]), 1)
-    return q, k
+    return torch.cat((out, heads[..., width:]), -1) if width < heads.shape[-1] else out
 
 
 def _pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
@@ -71,8 +82,10 @@ TORCH_OPS = SimpleNamespace(
     rms_norm=rms_norm,
     add_rms_norm=add_rms_norm,
     silu_mul=silu_mul,
-    rotary=rotary,
+    rotary_write=rotary_write,
     # Once a step each, or bound by their sort: the definitions are as fast as it gets.
     embedding=ops.embedding,
     route=ops.route,
+    build_batch=ops.build_batch,
+    sample=ops.sample,
 )

@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rackmount.cli.options import EngineOptions, unfold
     from rackmount.engine.engine import Engine
     from rackmount.engine.outputs import Completion, RequestOutput, TextChunk
     from rackmount.execution.batch import PersistentBatch
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Completion",
     "Engine",
+    "EngineOptions",
     "PersistentBatch",
     "Request",
     "RequestOutput",
@@ -21,11 +23,13 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "TextChunk",
+    "unfold",
 ]
 
 _HOMES = {
     "Completion": "rackmount.engine.outputs",
     "Engine": "rackmount.engine.engine",
+    "EngineOptions": "rackmount.cli.options",
     "PersistentBatch": "rackmount.execution.batch",
     "Request": "rackmount.scheduling.request",
     "RequestOutput": "rackmount.engine.outputs",
@@ -33,6 +37,7 @@ _HOMES = {
     "Scheduler": "rackmount.scheduling.scheduler",
     "SchedulerConfig": "rackmount.scheduling.config",
     "TextChunk": "rackmount.engine.outputs",
+    "unfold": "rackmount.cli.options",
 }
 
 

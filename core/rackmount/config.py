@@ -9,6 +9,7 @@ from rackmount_registry.plain import misfits
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
+LOAD_FORMATS = ("auto", "dummy")
 LEAST = {
     "max_model_len": 2,  # a prompt of one token, and one of output
     "num_kv_blocks": 1,
@@ -43,8 +44,10 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     """Blocks of the KV pool; None is what `kv_cache_memory_bytes` holds."""
     kv_cache_memory_bytes: int | None = None
-    """On each rank. None is a share of the free memory, and no more than all sequences at full
-    length need."""
+    """On each rank. None is what `gpu_memory_utilization` leaves on a GPU, a share of the free
+    memory on a CPU; no more than all sequences at full length need."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's whole memory that a rank may take: weights, activations, graphs and KV."""
     block_size: int | None = None
     """Tokens per KV block; None is the backend's preference."""
     max_num_seqs: int = 256
@@ -56,6 +59,12 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     """"fcfs", or "priority": lower numbers first."""
     enable_prefix_caching: bool = True
+    enforce_eager: bool = False
+    """Capture no CUDA graphs."""
+    async_scheduling: bool | None = None
+    """Schedule the next step while one runs; None is on GPUs alone."""
+    load_format: str = "auto"
+    """"auto" reads the checkpoint; "dummy" fills the model of a config.json with random weights."""
     seed: int = 0
     """Where the seeds of requests without one come from."""
     quantization: str | None = None
@@ -103,6 +112,10 @@ class EngineConfig:
                 raise ConfigError(f"{name}={value} must be at least {least}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        if not 0 < self.gpu_memory_utilization <= 1:
+            given = self.gpu_memory_utilization
+            raise ConfigError(f"gpu_memory_utilization={given} must be above 0 and at most 1")
         for name in ("dp", "ep"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not supported; choose {name}=1")

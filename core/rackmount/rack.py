@@ -9,6 +9,7 @@ import torch
 
 from rackmount.config import DTYPES, EngineConfig
 from rackmount.executors.choice import choose_executor
+from rackmount_registry.attention import CACHE_LAYOUTS
 from rackmount_registry.axes import Mesh, Solo
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.config import ConfigReader
@@ -18,7 +19,7 @@ from rackmount_registry.descriptors import (
     Executor,
     QuantizationScheme,
 )
-from rackmount_registry.errors import ConfigError, did_you_mean
+from rackmount_registry.errors import ConfigError, PluginError, did_you_mean
 from rackmount_registry.executor import Seat
 from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
 from rackmount_registry.offers import Offer, broken_note, normalize
@@ -47,6 +48,22 @@ class Rack:
     @property
     def num_ranks(self) -> int:
         return self.config.tp
+
+    @property
+    def eager_because(self) -> str:
+        """Why decode steps are not captured in CUDA graphs; empty where they are."""
+        if self.device.type != "cuda":
+            return f"{self.device.type} has no CUDA graphs"
+        if self.config.enforce_eager:
+            return "enforce_eager was asked for"
+        parts = [*self.parts.offers(), self.attention.decode]
+        unsafe = dict.fromkeys(each.name for each in parts if not each.descriptor.graph_safe)
+        return f"not graph-safe: {', '.join(unsafe)}" if unsafe else ""
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether decode steps are captured."""
+        return not self.eager_because
 
     @property
     def block_size(self) -> int:
@@ -104,6 +121,7 @@ def draft_rack(
         opted_in,
         manager.broken,
     )
+    _require_layout(attention)
     executor = choose_executor(manager, config.executor, config.tp, opted_in)
     chosen = [*parts.offers(), attention.prefill, attention.decode, executor]
     check_options(options, [*chosen, scheme] if scheme else chosen)
@@ -120,6 +138,15 @@ def draft_rack(
         executor=executor,
         options=options,
     )
+
+
+def _require_layout(attention: AttentionChoice) -> None:
+    if attention.cache_layout not in CACHE_LAYOUTS:
+        offer = attention.prefill
+        raise PluginError(
+            f"attention_backend {offer.name!r} of {offer.distribution} {offer.version} names the "
+            f"cache layout {attention.cache_layout!r}; legal are {', '.join(CACHE_LAYOUTS)}"
+        )
 
 
 def _opted_in(config: EngineConfig, manager: PluginManager) -> frozenset[str]:

@@ -1,9 +1,13 @@
 """Paged attention: what a backend is given and what it promises.
 
+The KV cache is written by the op `rotary_write` and read by backends, so its layouts are named and
+specified here.
+
 Shapes: T tokens of the step, R requests, H query heads, G key/value heads, D head size, S slots of
 the KV pool.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -27,6 +31,28 @@ class CacheSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class CacheLayout:
+    """A named form of one layer's cache."""
+
+    name: str
+    meaning: str
+    shape: Callable[[CacheSpec, int], tuple[int, ...]]
+    """Of the cache of a layer with so many slots."""
+
+
+CACHE_LAYOUTS: Mapping[str, CacheLayout] = {
+    layout.name: layout
+    for layout in (
+        CacheLayout(
+            name="slots",
+            meaning="[2, S, G, D]: keys, then values; slot = block id * block size + offset",
+            shape=lambda spec, num_slots: (2, num_slots, spec.num_kv_heads, spec.head_size),
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionParams:
     """Fixed properties of one attention layer on this rank."""
 
@@ -36,11 +62,14 @@ class AttentionParams:
     scale: float
     sliding_window: int | None = None
     """A token sees itself and the `sliding_window - 1` before it."""
+    soft_cap: float | None = None
+    """Scores s become soft_cap * tanh(s / soft_cap)."""
 
     @property
     def features(self) -> frozenset[str]:
         """Extras that a backend must declare to serve this layer."""
-        return frozenset({"sliding_window"} if self.sliding_window else ())
+        names = ("sliding_window", "soft_cap")
+        return frozenset(name for name in names if getattr(self, name))
 
 
 class AttentionLayer(Protocol):
@@ -51,31 +80,51 @@ class AttentionLayer(Protocol):
     """Place among the model's attention layers."""
     params: AttentionParams
 
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's
-        positions."""
+    def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+        """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's positions;
+        keys and values go into their slots, and the turned q is given back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionContext:
     """What a backend is built from, once per engine."""
 
+    layers: frozenset[AttentionParams]
+    """The distinct layers that it serves."""
     block_size: int
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     device: torch.device
     dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks of the longest sequence."""
+        return -(-self.max_model_len // self.block_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceTables:
+    """A batch's metadata on the device. Only the engine writes to it."""
+
+    query_start_loc: Tensor
+    """int32 [R + 1]."""
+    seq_lens: Tensor
+    """int32 [R]."""
+    block_table: Tensor
+    """int32 [R, max blocks per sequence]: of request r the block ids, as far as it is long; what
+    stands behind them is of no meaning."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionBatch:
-    """One step as attention sees it: R requests, their tokens flat, one KV group.
+    """One step as attention sees it: R requests, their T tokens flat, one KV group.
 
-    Host arrays are for planning; `slot_mapping` is for the device. Request r owns the tokens
-    `query_start_loc[r] : query_start_loc[r + 1]`, the last of which is token `seq_lens[r] - 1` of
-    its sequence, and its blocks are `block_table[rows[r]]`. The table is the engine's persistent
-    one: it is read in place, never kept.
+    Request r owns the tokens `query_start_loc[r] : query_start_loc[r + 1]`, the last of which is
+    token `seq_lens[r] - 1` of its sequence, and its blocks are `block_table[rows[r]]`. The host's
+    table is the engine's persistent one: it is read in place, never kept.
     """
 
     query_start_loc: np.ndarray
@@ -85,25 +134,29 @@ class AttentionBatch:
     rows: np.ndarray
     """int32 [R]."""
     block_table: np.ndarray
-    """int32 [max_num_seqs, max blocks per sequence]."""
-    slot_mapping: Tensor
-    """int64 [T] on the device: block id * block size + offset of each token."""
+    """int32 [rows, max blocks per sequence]."""
+    on_device: DeviceTables | None
+    """For backends whose descriptor says that metadata is built on the device; None for others."""
+    is_static: bool = False
+    """The step is captured, or replayed, as a CUDA graph: R requests of one token each, the last
+    ones perhaps padding (one token of context, whose values do not matter). Static batches of equal
+    R come with `on_device` at equal addresses."""
 
 
 class AttentionBackend(Protocol):
     """Plan once per step on the host, then run once per layer."""
 
-    def cache_shape(self, spec: CacheSpec, num_blocks: int) -> tuple[int, ...]:
-        """Shape of one layer's cache in `spec.dtype`; its size is linear in `num_blocks`."""
-
     def plan(self, batch: AttentionBatch) -> Any:
-        """All host work of the step. Raises nothing for any batch that the scheduler can make."""
+        """All host work of the step. Raises nothing for any batch that the scheduler can make.
 
-    def write(self, cache: Tensor, k: Tensor, v: Tensor, plan: Any) -> None:
-        """Puts k and v [T, G, D] into their slots."""
+        For a static batch a backend of "device" metadata is asked at the capture alone, so that
+        nothing may follow from the lengths on the host; one of "host" metadata is asked before each
+        replay too, and renews what it gave for that R in place.
+        """
 
     def run(self, q: Tensor, cache: Tensor, plan: Any, params: AttentionParams) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D].
 
-        Reads no slot past `seq_lens`; unused slots may hold NaN.
+        Reads no slot past `seq_lens`; unused slots may hold NaN. Enqueues work on the current
+        stream alone, and never waits for it.
         """

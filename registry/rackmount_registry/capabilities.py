@@ -37,6 +37,8 @@ class Cell:
     devices: tuple[str, ...] | None = None
     compute_capability: tuple[int, int] | None = None
     """The least (major, minor) that the row needs, on CUDA devices."""
+    compute_capability_below: tuple[int, int] | None = None
+    """The first (major, minor) that it no longer serves."""
     dtypes: tuple[str, ...] | None = None
     kv_dtypes: tuple[str, ...] | None = None
     head_sizes: tuple[int, ...] | None = None
@@ -68,6 +70,9 @@ class Cell:
         least, has = self.compute_capability, demand.compute_capability
         if least is not None and has is not None and has < least:
             reasons.append(f"compute capability {has[0]}.{has[1]} is below {least[0]}.{least[1]}")
+        end = self.compute_capability_below
+        if end is not None and has is not None and has >= end:
+            reasons.append(f"compute capability {has[0]}.{has[1]} is not below {end[0]}.{end[1]}")
         if None not in (self.max_ranks, demand.num_ranks) and demand.num_ranks > self.max_ranks:  # type: ignore[operator]  # both are ints here
             reasons.append(f"num_ranks={demand.num_ranks} is above {self.max_ranks}")
         reasons += [f"no {feature}" for feature in sorted(demand.features - self.features)]

@@ -44,6 +44,9 @@ class ComputeDescriptor(Descriptor):
     band: Band
     order: int = 0
     """Measured order inside a band, lower first."""
+    graph_safe: bool = False
+    """Whether a decode step with it may be captured in a CUDA graph: it enqueues work alone, of a
+    shape that follows from the shapes given, and never waits for the device."""
     cells: tuple[Cell, ...]
 
 
@@ -64,10 +67,18 @@ class AttentionBackend(ComputeDescriptor):
 
     kind: ClassVar[str] = "attention_backend"
     cache_layout: str
-    """Name of the KV layout. Prefill and decode may be served by two backends that name the same
-    one."""
+    """Name of the KV layout, one of `attention.CACHE_LAYOUTS`. Prefill and decode may be served by
+    two backends that name the same one."""
     preferred_block_sizes: tuple[int, ...]
     """Best first; used where the engine leaves the block size open."""
+    decode_order: int | None = 0
+    """Like `order`, which is for prefill, at decode; None: only when asked for."""
+    metadata: Literal["host", "device"] = "host"
+    """Where `plan` looks: at the host's arrays, or at the tables on the device."""
+    jit: str = ""
+    """"package.module:function" of what says why its kernels would have to be compiled first:
+    `function(demand: Demand) -> str`, empty when they are cached. It imports nothing heavy. `auto`
+    waits for no compiler; who asks by name does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +98,8 @@ class LinearKernel(ComputeDescriptor):
     `rackmount_registry.formats.LinearKernel`."""
 
     kind: ClassVar[str] = "linear_kernel"
+    epilogues: tuple[str, ...] = ()
+    """What it can do to the product before it is written, of `formats.EPILOGUES`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ of them, and answers back. The engine core gives the program and the codec of it
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rackmount_registry.axes import Group
 from rackmount_registry.errors import RackmountError
@@ -35,11 +35,27 @@ class Seat:
     """All ranks."""
 
 
+@runtime_checkable
+class Pending(Protocol):
+    """An answer that is on its way, as when a device still computes it."""
+
+    def ready(self) -> bool:
+        """Whether `result` would not wait. Does not wait itself."""
+
+    def result(self) -> Any:
+        """The answer. Waits for it, and raises what went wrong. Called once, or never where nobody
+        wants it any more."""
+
+
 class Program(Protocol):
     """What a rank runs, built in it by `factory(seat, payload, live)`; see `Launch`."""
 
     def answer(self, request: Any) -> Any:
-        """Carries out a request. All ranks are given the same requests in the same order."""
+        """Carries out a request, and gives the answer or a `Pending` of it.
+
+        All ranks are given the same requests in the same order. The next request may come while
+        answers are pending; results are taken in order.
+        """
 
     def close(self) -> None:
         """Gives memory and files back."""
@@ -80,10 +96,21 @@ class Executor(Protocol):
     """
 
     def call(self, request: Any) -> list[Any]:
-        """Every rank's answer, in rank order: for start-up."""
+        """Every rank's answer, in rank order: for start-up, with nothing submitted."""
 
-    def step(self, request: Any) -> Any:
-        """All ranks carry `request` out; the answer of rank 0."""
+    def submit(self, request: Any) -> None:
+        """All ranks begin to carry `request` out. Returns without waiting for it, and raises
+        nothing of the program."""
+
+    def collect(self) -> Any:
+        """Rank 0's answer to the oldest request that was submitted and not yet collected.
+
+        Raises what the program raised for that request, where the executor outlives it.
+        """
+
+    def forget(self) -> None:
+        """Whatever was submitted and not collected is nobody's any more, as after an interrupt:
+        the next answer is that to the next request. Does not wait."""
 
     def close(self) -> None:
         """Ends the ranks, and leaves nothing of them. May be called twice."""

@@ -132,11 +132,30 @@ class QuantizationScheme(Protocol):
         dense."""
 
 
+EPILOGUES = ("silu_mul", "add")
+"""Names of `LinearKernel`'s optional methods: `run_` and one of these."""
+
+
 class LinearKernel(Protocol):
-    """A GEMM over the weight formats that its descriptor declares."""
+    """A GEMM over the weight formats that its descriptor declares.
+
+    It is called at any T, 0 included, and enqueues work on the current stream alone: `run` may be
+    captured in a CUDA graph. `run_silu_mul`, and `adds` with `run_add`, are there where the
+    descriptor's `epilogues` say so.
+    """
 
     def prepare(self, weight: Weight) -> Any:
         """Repacks once, after loading; what it returns is handed to every `run`."""
 
     def run(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
-        """x [T, in] -> [T, out], in the dtype of `x`. T may be 0."""
+        """x [T, in] -> [T, out], in the dtype of `x`."""
+
+    def run_silu_mul(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
+        """silu(first half) * second half of the product's rows: x [T, in] -> [T, out / 2]. The
+        weight has two parts of equal size."""
+
+    def adds(self, prepared: Any, num_rows: int) -> bool:
+        """Whether `run_add` is faster for so many rows than to leave the sum to what reads it."""
+
+    def run_add(self, x: Tensor, prepared: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """The product plus residual [T, out] -> [T, out]."""

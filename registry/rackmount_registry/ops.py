@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from rackmount_registry.experts import Routing
+from rackmount_registry.sampling import SamplingState
+from rackmount_registry.sampling import sample as sample
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -36,26 +38,37 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(_wide(gate)) * _wide(up)).to(gate.dtype)
 
 
-def rotary(
+def rotary_write(
     q: Tensor,
     k: Tensor,
+    v: Tensor,
     positions: Tensor,
-    table: Tensor,
+    table: Tensor | None,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
     eps: float,
     interleaved: bool,
-) -> tuple[Tensor, Tensor]:
-    """Head norms, where there are any, then rotary position embedding (arXiv 2104.09864).
+    cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """Head norms, where there are any, then rotary position embedding (arXiv 2104.09864) of q and
+    k; k and v into the cache, and q [T, H, D] back.
 
-    q [T, H, D], k [T, G, D]; positions int64 [T]; table float32 [max positions, 2, R / 2]: cosines,
-    then sines, for the first R of the D features. `q_norm`, `k_norm` [D]. Halves are rotated
-    against each other, or even and odd features where `interleaved`.
+    q [T, H, D], k and v [T, G, D], which may be views of one wider tensor; positions and slots
+    integers [T]; table float32 [max positions, 2, R / 2]: cosines, then sines, for the first R of
+    the D features, or None for no rotation. `q_norm`, `k_norm` [D], both or neither. Halves are
+    rotated against each other, or even and odd features where `interleaved`. The cache has the
+    layout "slots" (see `attention.CACHE_LAYOUTS`); a token whose slot is below 0 is padding, and
+    writes nothing.
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
-    cos, sin = table[positions].unsqueeze(1).unbind(2)
-    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    if table is not None:
+        cos, sin = table[positions].unsqueeze(1).unbind(2)
+        q, k = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    kept = slots >= 0
+    cache[:, slots[kept].long()] = torch.stack((k[kept], v[kept])).to(cache.dtype)
+    return q
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -68,7 +81,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 def embedding(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """Rows `ids - first` of weight [local vocabulary, N]; zeros for ids of other ranks. ids int64
+    """Rows `ids - first` of weight [local vocabulary, N]; zeros for ids of other ranks. Integer ids
     [T] -> [T, N]."""
     local = ids - first
     mine = (local >= 0) & (local < weight.shape[0])
@@ -92,7 +105,33 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     return ids, weights.float() if weights.dtype != torch.float64 else weights
 
 
-OPS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary", "embedding", "route")
+def build_batch(
+    ids: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    last_ids: Tensor,
+    block_tables: Tensor,
+    block_table: Tensor,
+    block_size: int,
+) -> None:
+    """The device's side of the batch, in place.
+
+    ids int32 [T]: one below 0 stands for the token that was sampled last in row -1 - id, and is
+    replaced by it; `last_ids` int32 [N] has it for every row of the engine. block_table int32
+    [R, B] gets, of block_tables int32 [N, B], the rows `rows` int32 [R], as far as seq_lens int32
+    [R] reach; what stands behind may stay.
+    """
+    sampled = last_ids[(-1 - ids).clamp_(min=0)]
+    ids.copy_(torch.where(ids < 0, sampled, ids))
+    num_blocks = -(-int(seq_lens.max()) // block_size) if len(rows) else 0
+    block_table[:, :num_blocks] = block_tables[rows, :num_blocks]
+
+
+SOCKET_OPS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding", "route")
+"""Operations that sockets call."""
+STEP_OPS = ("build_batch", "sample")
+"""Operations of the step around the model."""
+OPS = SOCKET_OPS + STEP_OPS
 """Names that an op set may offer."""
 
 
@@ -105,19 +144,35 @@ class Ops(Protocol):
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]: ...
     def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor: ...
-    def rotary(
+    def rotary_write(
         self,
         q: Tensor,
         k: Tensor,
+        v: Tensor,
         positions: Tensor,
-        table: Tensor,
+        table: Tensor | None,
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
         interleaved: bool,
-    ) -> tuple[Tensor, Tensor]: ...
+        cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor: ...
     def embedding(self, ids: Tensor, weight: Tensor, first: int) -> Tensor: ...
     def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]: ...
+    def build_batch(
+        self,
+        ids: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        last_ids: Tensor,
+        block_tables: Tensor,
+        block_table: Tensor,
+        block_size: int,
+    ) -> None: ...
+    def sample(
+        self, logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+    ) -> Tensor: ...
 
 
 def reference_ops() -> Ops:

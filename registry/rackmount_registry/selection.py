@@ -1,12 +1,14 @@
 """Selection: which of the offered parts serves a demand, and why every other one does not.
 
-Pure: offers and a demand in, a choice with all its reasons out. Parts that constrain each other
-are chosen together: attention as a pair of prefill and decode backend, experts as a pair of kernel
-and dispatcher. An explicit choice is honoured or refused, never replaced. `auto` goes by band, then
+Offers and a demand in, a choice with all its reasons out; nothing is looked at beside them but
+which modules are installed and which kernels compiled. Parts that constrain each other are chosen
+together: attention as a pair of prefill and decode backend, experts as a pair of kernel and
+dispatcher. An explicit choice is honoured or refused, never replaced. `auto` goes by band, then
 measured order, then name; of a pair the slower band counts first. Parts that are not first-party
-enter `auto` only where their distribution is opted in.
+enter `auto` only where their distribution is opted in, and `auto` waits for no compiler.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -22,7 +24,14 @@ from rackmount_registry.descriptors import (
     TokenDispatcher,
 )
 from rackmount_registry.errors import SelectionError
-from rackmount_registry.offers import BANDS, BrokenPlugin, Offer, broken_note, find_offer
+from rackmount_registry.offers import (
+    BANDS,
+    BrokenPlugin,
+    Offer,
+    broken_note,
+    find_offer,
+    import_attribute,
+)
 
 AUTO = "auto"
 PHASES = ("prefill", "decode")
@@ -59,8 +68,16 @@ class Candidate:
     refusals: tuple[Refusal, ...]
     """Of an accepted part too: the rows that do not serve."""
 
+    some_row_fits: bool
+
     def __str__(self) -> str:
-        verdict = "fits" if self.accepted else "; ".join(map(str, self.refusals))
+        """With the reasons that decide: those of rows count where no row fits, and of these the
+        rows that lack the least."""
+        rows = [it for it in self.refusals if it.row is not None and not self.some_row_fits]
+        fewest = min((len(it.reasons) for it in rows), default=0)
+        deciding = [it for it in self.refusals if it.row is None]
+        deciding += [it for it in rows if len(it.reasons) == fewest]
+        verdict = "fits" if self.accepted else "; ".join(map(str, deciding))
         return f"{self.name} ({self.distribution} {self.version}): {verdict}"
 
 
@@ -153,23 +170,39 @@ class _Side(Generic[C]):
     @cached_property
     def held(self) -> list[tuple[Offer[C], Candidate]]:
         """In the order of `auto`."""
-        return [(offer, self._hold(offer)) for offer in sorted(self.offers, key=_rank)]
+        return [(offer, self._hold(offer)) for offer in sorted(self.offers, key=self.rank)]
+
+    def rank(self, offer: Offer[C]) -> tuple[int, float, str, str]:
+        """Place in the order of `auto`."""
+        part = offer.descriptor
+        order = math.inf if (measured := self._order(part)) is None else measured
+        return BANDS.index(part.band), order, offer.name, offer.distribution
+
+    def _order(self, part: C) -> int | None:
+        """Measured order; None: only when asked for."""
+        if isinstance(part, AttentionBackend) and self.demand.phase == "decode":
+            return part.decode_order
+        return part.order
 
     def _hold(self, offer: Offer[C]) -> Candidate:
-        whole = offer.missing()
-        if self.wanted is None:
-            whole += self._barriers(offer)
         rows = tuple(
             Refusal(row=index, reasons=reasons)
             for index, cell in enumerate(offer.descriptor.cells)
             if (reasons := cell.refusals(self.demand))
         )
+        fits = len(rows) < len(offer.descriptor.cells)
+        whole = offer.missing()
+        if self.wanted is None:
+            whole += self._barriers(offer)
+            if fits and not whole:
+                whole += _to_compile(offer, self.demand)
         return Candidate(
             name=offer.name,
             distribution=offer.distribution,
             version=offer.version,
             band=offer.descriptor.band,
-            accepted=not whole and len(rows) < len(offer.descriptor.cells),
+            accepted=fits and not whole,
+            some_row_fits=fits,
             refusals=((Refusal(row=None, reasons=whole),) if whole else ()) + rows,
         )
 
@@ -182,6 +215,8 @@ class _Side(Generic[C]):
         if rivals:
             choice = f"{offer.distribution}:{offer.name}"
             reasons.append(f"{' and '.join(rivals)} offers this name too: ask for {choice}")
+        if self._order(offer.descriptor) is None:
+            reasons.append(f"not for {self.demand.phase} unless asked for by name")
         return tuple(reasons)
 
 
@@ -257,7 +292,7 @@ def choose_attention(
     """Backends for prefill and decode that name one cache layout and agree on a block size.
 
     The block size is the given one, or the first that the prefill backend prefers and both take. A
-    requested name serves both phases.
+    requested name serves both phases; `auto` goes by each phase's own order.
 
     Raises:
         SelectionError: `requested` is unknown, contested or refused, or no pair fits.
@@ -341,7 +376,7 @@ def _choose_pair(
             reasons=(reason,) if reason else (),
         )
         held.append((one, two, value, pair))
-    held.sort(key=lambda row: _pair_rank(row[0], row[1]))
+    held.sort(key=lambda row: _pair_rank(a.rank(row[0]), b.rank(row[1])))
     candidates = tuple(row[3] for row in held)
     num_fitting = sum(pair.accepted for pair in candidates)
     asked = [row for row in held if a.wanted in (None, row[0]) and b.wanted in (None, row[1])]
@@ -356,16 +391,18 @@ def _choose_pair(
     raise SelectionError(f"{message}. Would fit: {would or 'none'}", candidates)
 
 
-def _rank(offer: Offer[ComputeDescriptor]) -> tuple[int, int, str, str]:
-    part = offer.descriptor
-    return BANDS.index(part.band), part.order, offer.name, offer.distribution
-
-
-def _pair_rank(
-    first: Offer[ComputeDescriptor], second: Offer[ComputeDescriptor]
-) -> tuple[object, ...]:
-    ranks = _rank(first), _rank(second)
+def _pair_rank(*ranks: tuple[int, float, str, str]) -> tuple[object, ...]:
     return max(band for band, *_ in ranks), *ranks
+
+
+def _to_compile(offer: Offer[ComputeDescriptor], demand: Demand) -> tuple[str, ...]:
+    """Why the part would have to be compiled before it serves `demand`."""
+    part = offer.descriptor
+    if not isinstance(part, AttentionBackend) or not part.jit:
+        return ()
+    whole = f"{part.kind} {offer.name!r} of {offer.distribution} {offer.version}"
+    reason = import_attribute(part.jit, whole)(demand)
+    return (reason,) if reason else ()
 
 
 def _fits(offer: Offer[ComputeDescriptor], demand: Demand) -> bool:

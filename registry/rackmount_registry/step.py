@@ -19,10 +19,10 @@ class Step(Protocol):
     stays."""
 
     positions: Tensor
-    """int64 [T]: place of each token in its sequence."""
+    """Integers [T]: place of each token in its sequence."""
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Head norms and rotary by `layer.rotate`, the KV write, then attention.
+        """Head norms, rotary and the KV write by `layer.store`, then attention.
 
         q [T, H, D], k and v [T, G, D], as projected -> [T, H, D].
         """
@@ -43,11 +43,12 @@ class ReferenceStep:
         self.positions = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k = layer.rotate(q, k)
+        cache = torch.stack((k, v))  # every token has its own slot
+        q = layer.store(q, k, v, cache, torch.arange(len(q), device=q.device))
         outs = [
             attend_causally(each_q, each_k, each_v, layer.params)
             for each_q, each_k, each_v in zip(
-                *(torch.split(t, self._lengths) for t in (q, k, v)), strict=True
+                *(torch.split(t, self._lengths) for t in (q, *cache)), strict=True
             )
         ]
         return torch.cat(outs) if outs else q
@@ -61,6 +62,8 @@ def attend_causally(q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) ->
     group = params.num_heads // params.num_kv_heads
     k, v = (t.to(wide).repeat_interleave(group, 1) for t in (k, v))
     scores = torch.einsum("nhd,mhd->hnm", q.to(wide), k) * params.scale
+    if params.soft_cap is not None:
+        scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
     ahead = torch.arange(m) - torch.arange(m - n, m).unsqueeze(1)
     hidden = ahead > 0
     if params.sliding_window is not None:

@@ -1,6 +1,7 @@
 """The torch backend against the definition of causal attention, on batches of any make-up."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from unittest.mock import patch
 
 import numpy as np
@@ -8,140 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from tests.helpers import attention
+from tests.helpers.attention import PARAMS, Case, Request, decoding
 
 from rackmount_backends.torch_attention import MAX_GATHERED_KEYS, TorchAttention
-from rackmount_registry.attention import (
-    AttentionBatch,
-    AttentionContext,
-    AttentionParams,
-    CacheSpec,
-)
-from rackmount_registry.step import attend_causally
+from rackmount_registry.attention import AttentionParams
 
 BLOCK_SIZE = 4
 
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """The last `query_len` tokens of a sequence of `seq_len` are new."""
-
-    query_len: int
-    seq_len: int
-    shared_blocks: int = 0
-    """Leading blocks, all computed, that are the first request's own."""
-
-
-DECODE_LONG = Request(query_len=1, seq_len=67)
-DECODE_SHORT = Request(query_len=1, seq_len=1)
+DECODE_LONG, DECODE_SHORT = decoding(67, 1)
 PREFILL = Request(query_len=19, seq_len=19)
 CHUNK = Request(query_len=7, seq_len=40)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """A step on a backend with a cache that holds NaN wherever no token was written."""
-
-    backend: TorchAttention
-    batch: AttentionBatch
-    params: AttentionParams
-    cache: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    sequences: list[tuple[Tensor, Tensor]]
-    """Keys and values [seq_len, G, D] of each request."""
-
-    def run(self) -> Tensor:
-        cache = self.cache.clone()
-        plan = self.backend.plan(self.batch)
-        self.batch.block_table.fill(-1)  # a plan may not look at it again
-        self.backend.write(cache, self.k, self.v, plan)
-        return self.backend.run(self.q, cache, plan, self.params)
-
-    def expected(self) -> Tensor:
-        queries = self.q.double().cpu().split(np.diff(self.batch.query_start_loc).tolist())
-        outs = [
-            attend_causally(q, k.double(), v.double(), self.params)
-            for q, (k, v) in zip(queries, self.sequences, strict=True)
-        ]
-        return torch.cat(outs) if outs else self.q.double()
-
-
-def make_case(
-    requests: list[Request],
-    *,
-    params: AttentionParams | None = None,
-    dtype: torch.dtype = torch.float64,
-    block_size: int = BLOCK_SIZE,
-    scattered: bool = True,
-    seed: int = 0,
-    device: str = "cpu",
-) -> Case:
-    """The requests on blocks in random order, or one after another."""
-    params = params or AttentionParams(num_heads=6, num_kv_heads=2, head_size=8, scale=0.3)
-    rng = np.random.default_rng(seed)
-    generator = torch.Generator().manual_seed(seed)
-    needs = [-(-r.seq_len // block_size) for r in requests]
-    num_blocks = sum(needs) + 3
-    free = iter(rng.permutation(num_blocks) if scattered else np.arange(num_blocks))
-    heads = (params.num_kv_heads, params.head_size)
-    context = AttentionContext(
-        block_size=block_size,
-        max_num_seqs=len(requests) + 2,
-        max_num_batched_tokens=4096,
-        max_model_len=4096,
-        device=torch.device(device),
-        dtype=dtype,
-    )
-    backend = TorchAttention(context)
-    spec = CacheSpec(num_kv_heads=heads[0], head_size=heads[1], dtype=dtype)
-    cache = torch.full(backend.cache_shape(spec, num_blocks), float("nan"), dtype=dtype)
-    rows = rng.permutation(len(requests) + 2)[: len(requests)].astype(np.int32)
-    table = np.full((len(requests) + 2, max(needs, default=0) + 1), -1, np.int32)
-    sequences: list[tuple[Tensor, Tensor]] = []
-    fresh, slot_mapping = [], []
-    for request, row, need in zip(requests, rows, needs, strict=True):
-        k, v = torch.randn(2, request.seq_len, *heads, generator=generator, dtype=torch.float64).to(
-            dtype
-        )
-        shared = request.shared_blocks
-        if shared:
-            table[row, :shared] = table[rows[0], :shared]
-            tokens = shared * block_size
-            k[:tokens], v[:tokens] = (t[:tokens] for t in sequences[0])
-        table[row, shared:need] = [next(free) for _ in range(need - shared)]
-        positions = np.arange(request.seq_len)
-        slots = torch.from_numpy(
-            table[row, positions // block_size].astype(np.int64) * block_size
-            + positions % block_size
-        )
-        old = request.seq_len - request.query_len
-        cache[0, slots[:old]], cache[1, slots[:old]] = k[:old], v[:old]
-        sequences.append((k, v))
-        fresh.append((k[old:], v[old:]))
-        slot_mapping.append(slots[old:])
-    num_tokens = sum(r.query_len for r in requests)
-    q = torch.randn(
-        num_tokens, params.num_heads, heads[1], generator=generator, dtype=torch.float64
-    )
-    empty = torch.empty(0, *heads, dtype=dtype)
-    return Case(
-        backend=backend,
-        params=params,
-        cache=cache.to(device),
-        q=q.to(dtype).to(device),
-        k=torch.cat([empty, *(k for k, _ in fresh)]).to(device),
-        v=torch.cat([empty, *(v for _, v in fresh)]).to(device),
-        sequences=sequences,
-        batch=AttentionBatch(
-            query_start_loc=np.cumsum([0, *(r.query_len for r in requests)], dtype=np.int32),
-            seq_lens=np.array([r.seq_len for r in requests], np.int32),
-            rows=rows,
-            block_table=table,
-            slot_mapping=torch.cat([torch.empty(0, dtype=torch.int64), *slot_mapping]).to(device),
-        ),
-    )
+make_case = partial(attention.make_case, TorchAttention)
 
 
 def subset(case: Case, order: list[int]) -> Case:
@@ -153,15 +33,13 @@ def subset(case: Case, order: list[int]) -> Case:
     return replace(
         case,
         q=case.q[tokens],
-        k=case.k[tokens],
-        v=case.v[tokens],
         sequences=[case.sequences[r] for r in order],
         batch=replace(
             batch,
             query_start_loc=np.cumsum([0, *lengths[order]], dtype=np.int32),
             seq_lens=batch.seq_lens[order],
             rows=batch.rows[order],
-            slot_mapping=batch.slot_mapping[tokens],
+            on_device=None,
         ),
     )
 
@@ -228,21 +106,21 @@ def test_a_step_without_requests_gives_no_rows() -> None:
 
 def test_lengths_far_apart_are_not_padded_to_each_other() -> None:
     lengths = [500, 7, 480, 9, 300]
-    case = make_case([Request(query_len=1, seq_len=length) for length in lengths])
+    case = make_case(decoding(*lengths))
     groups = case.backend.plan(case.batch).groups(None)
     assert sorted(group.num_requests for group in groups) == [2, 3]
     assert_exact(case)
 
 
 def test_a_sequence_in_a_row_is_read_in_place() -> None:
-    case = make_case([Request(query_len=1, seq_len=33)], scattered=False)
+    case = make_case(decoding(33), scattered=False)
     (group,) = case.backend.plan(case.batch).groups(None)
     assert group.slots == slice(0, 33)
     assert_exact(case)
 
 
 def test_a_decoding_window_gathers_what_it_sees_and_no_more() -> None:
-    params = AttentionParams(num_heads=6, num_kv_heads=2, head_size=8, scale=0.3, sliding_window=5)
+    params = replace(PARAMS, sliding_window=5)
     case = make_case([DECODE_LONG, DECODE_LONG], params=params)
     (group,) = case.backend.plan(case.batch).groups(5)
     assert len(group.slots) == 10 and group.mask is None
@@ -252,7 +130,6 @@ def test_a_decoding_window_gathers_what_it_sees_and_no_more() -> None:
 def test_layers_of_different_windows_share_a_plan() -> None:
     case = make_case([DECODE_LONG, CHUNK])
     plan = case.backend.plan(case.batch)
-    case.backend.write(case.cache, case.k, case.v, plan)
     for window in (3, None, 17):
         layer = replace(case, params=replace(case.params, sliding_window=window))
         out = case.backend.run(case.q, case.cache, plan, layer.params)
@@ -270,22 +147,11 @@ def test_what_a_request_gets_does_not_depend_on_its_batch() -> None:
             torch.testing.assert_close(out, whole[request], rtol=0, atol=1e-14)
 
 
-def test_writing_touches_no_other_slot() -> None:
-    case = make_case([CHUNK, DECODE_SHORT])
-    before, cache = case.cache.clone(), case.cache.clone()
-    case.backend.write(cache, case.k, case.v, case.backend.plan(case.batch))
-    slots = case.batch.slot_mapping
-    assert torch.equal(cache[:, slots], torch.stack((case.k, case.v)))
-    cache[:, slots] = before[:, slots]
-    assert torch.equal(cache.nan_to_num(7.0), before.nan_to_num(7.0))
-
-
-def test_views_of_one_projection_are_taken_as_they_come() -> None:
+def test_a_view_of_the_projection_is_taken_as_it_comes() -> None:
     case = make_case([DECODE_LONG, PREFILL])
-    joined = torch.cat((case.q, case.k, case.v), 1)
-    q, k, v = joined.split((case.q.shape[1], case.k.shape[1], case.v.shape[1]), 1)
+    q = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)[:, : case.q.shape[1]]
     assert not q.is_contiguous()
-    assert_exact(replace(case, q=q, k=k, v=v))
+    assert_exact(replace(case, q=q))
 
 
 @pytest.mark.parametrize(

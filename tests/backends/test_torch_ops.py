@@ -1,12 +1,13 @@
 """Each operation of the op set "torch" against its definition."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 from rackmount_backends.torch_ops import TORCH_OPS
 from rackmount_registry import ops
-from rackmount_registry.experts import Routing
 from rackmount_registry.ops import OPS
 
 TOLERANCES = {
@@ -73,30 +74,49 @@ def test_the_gate_takes_halves_of_one_tensor_and_leaves_them(
 @all_dtypes
 @any_number_of_tokens
 @pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("width", [0, 4, 8])
 @pytest.mark.parametrize("normed", [False, True])
-def test_rotary_equals_its_definition(
+def test_rotary_write_equals_its_definition(
     dtype: torch.dtype, num_tokens: int, interleaved: bool, width: int, normed: bool
 ) -> None:
     joined = randn(num_tokens, 10, 8, dtype=dtype)
     before = joined.clone()
-    q, k, _ = joined.split((6, 2, 2), 1)
     norms = [randn(8, dtype=dtype, seed=s) if normed else None for s in (1, 2)]
     positions = torch.tensor([49, 0, 7, 7, 12])[:num_tokens]
-    given = (positions, table(width), *norms, 1e-6, interleaved)
-    for found, defined in zip(
-        TORCH_OPS.rotary(q, k, *given), ops.rotary(q, k, *given), strict=True
-    ):
-        assert found.dtype == dtype
-        assert_equal(found, defined, dtype)
+    slots = torch.tensor([3, -1, 0, 9, -1])[:num_tokens]
+    results = []
+    for set_ in (TORCH_OPS, ops.reference_ops()):
+        cache = torch.full((2, 10, 2, 8), math.nan, dtype=dtype)
+        q = set_.rotary_write(
+            *joined.split((6, 2, 2), 1),
+            positions,
+            table(width) if width else None,
+            *norms,
+            1e-6,
+            interleaved,
+            cache,
+            slots,
+        )
+        assert q.dtype == dtype
+        results.append((q, cache))
+    (found, found_cache), (defined, defined_cache) = results
+    assert_equal(found, defined, dtype)
+    written = slots[slots >= 0]
+    assert_equal(found_cache[:, written], defined_cache[:, written], dtype)
+    assert torch.equal(found_cache.isnan(), defined_cache.isnan())
     assert torch.equal(joined, before)
 
 
-def test_embedding_and_routing_are_the_definitions() -> None:
-    ids, weight = torch.tensor([3, 9, 4]), randn(4, 8)
-    assert torch.equal(TORCH_OPS.embedding(ids, weight, 2), ops.embedding(ids, weight, 2))
-    logits, routing = randn(3, 6), Routing(top_k=2)
-    for found, defined in zip(
-        TORCH_OPS.route(logits, routing), ops.route(logits, routing), strict=True
-    ):
-        assert torch.equal(found, defined)
+@pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
+def test_a_cache_may_be_narrower_than_the_keys(integers: torch.dtype) -> None:
+    q, k, v = randn(4, 4, 8, dtype=torch.float32).split((2, 1, 1), 1)
+    cache = torch.zeros(2, 5, 1, 8, dtype=torch.bfloat16)
+    positions, slots = torch.tensor([[0, 1, 2, 3], [4, 2, 0, 1]], dtype=integers)
+    TORCH_OPS.rotary_write(q, k, v, positions, None, None, None, 0.0, False, cache, slots)
+    assert torch.equal(cache[:, slots.long()], torch.stack((k, v)).bfloat16())
+    assert not cache[:, 3].any()
+
+
+def test_the_other_operations_are_the_definitions() -> None:
+    for name in ("embedding", "route", "build_batch"):
+        assert getattr(TORCH_OPS, name) is getattr(ops, name)

@@ -16,7 +16,6 @@ from tests.helpers.engines import (
 )
 
 from rackmount import Completion, Engine, SamplingParams
-from rackmount.execution.messages import StepResult
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.errors import ConfigError
 
@@ -228,13 +227,13 @@ def test_lower_priorities_go_first_under_that_policy(
     policy: str, order: list[int], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny_engine(folder, max_num_seqs=1, scheduling_policy=policy)
-    step, admitted = engine.core.executor.step, []
+    submit, admitted = engine.core.executor.submit, []
 
-    def recorded(plan: StepPlan) -> StepResult:
+    def recorded(plan: StepPlan) -> None:
         admitted.extend(entry.num_prompt_tokens for entry in plan.admitted)
-        return step(plan)
+        submit(plan)
 
-    monkeypatch.setattr(engine.core.executor, "step", recorded)
+    monkeypatch.setattr(engine.core.executor, "submit", recorded)
     prompts = rows(5, 6, 7)
     streams = [
         engine.stream(prompt, greedy(4), priority=priority)
@@ -276,7 +275,8 @@ def test_a_closed_engine_gives_its_memory_back(folder: Path) -> None:
         next(stream)
         weights = [weakref.ref(each.tensor) for each in engine.rack.draft.storages()]
         caches = [
-            weakref.ref(cache) for cache in engine.core.executor._program._worker._step._caches
+            weakref.ref(cache)
+            for cache in engine.core.executor._program._worker._runner._step.caches
         ]
     assert [reference() for reference in weights + caches] == [None] * (len(weights) + 2)
     assert [chunk.finish_reason for chunk in stream] == ["abort"]

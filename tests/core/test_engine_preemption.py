@@ -1,7 +1,6 @@
 """A request that loses its blocks amid its answer goes on as if nothing had happened."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.helpers.checkpoints import tiny_checkpoint
@@ -32,16 +31,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def returns_amid_its_answer(engine: Engine, num_prompt_tokens: int) -> list[int]:
     """Filled in as the engine runs: with how many outputs requests of that prompt came back."""
-    step, returns = engine.core.executor.step, []
+    submit, returns = engine.core.executor.submit, []
 
-    def recorded(plan: StepPlan) -> Any:
+    def recorded(plan: StepPlan) -> None:
         for entry in plan.admitted:
             num_output = entry.token_ids.size - entry.num_prompt_tokens
             if num_output and entry.num_prompt_tokens == num_prompt_tokens:
                 returns.append(num_output)
-        return step(plan)
+        submit(plan)
 
-    engine.core.executor.step = recorded  # type: ignore[method-assign]
+    engine.core.executor.submit = recorded  # type: ignore[method-assign]
     return returns
 
 

@@ -189,13 +189,14 @@ def test_a_step_that_raises_ends_what_it_ran_and_the_engine_lives(
     expected = tokens_of(engine, prompts, greedy(9))
     other = engine.stream(prompts[0], greedy(9, prompt_logprobs=1))
     tokens = [*next(other).token_ids]
-    execute = engine.core.executor.step
+    collect = engine.core.executor.collect
 
-    def fail_once(plan: Any) -> StepResult:
-        monkeypatch.setattr(engine.core.executor, "step", execute)
+    def fail_once() -> StepResult:
+        monkeypatch.setattr(engine.core.executor, "collect", collect)
+        collect()
         raise error
 
-    monkeypatch.setattr(engine.core.executor, "step", fail_once)
+    monkeypatch.setattr(engine.core.executor, "collect", fail_once)
     with pytest.raises(error):
         engine.generate(prompts[1:], greedy(9))
     ends = list(other)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.executors import belongings, pids, toys
+from tests.helpers.executors import ask, belongings, pids, toys
 from tests.helpers.mounting import plugins
 
 from rackmount.executors.choice import choose_executor
@@ -24,7 +24,7 @@ def three() -> Iterator[Any]:
 
 def test_every_rank_answers_a_call_in_rank_order_and_rank_0_a_step(three: Any) -> None:
     assert three.call([None, "echo", "x"]) == [[rank, 3, "cpu", "x"] for rank in range(3)]
-    assert three.step([None, "echo", "y"]) == [0, 3, "cpu", "y"]
+    assert ask(three, [None, "echo", "y"]) == [0, 3, "cpu", "y"]
 
 
 def test_a_message_of_many_slots_arrives_whole(three: Any) -> None:
@@ -56,8 +56,9 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(three: Any) 
 
     three._crew.receive = interrupted
     with pytest.raises(KeyboardInterrupt):
-        three.step([None, "sleep", 0.1])
-    assert three.step([None, "echo", 1]) == [0, 3, "cpu", 1]
+        ask(three, [None, "sleep", 0.1])
+    three.forget()
+    assert ask(three, [None, "echo", 1]) == [0, 3, "cpu", 1]
     assert waits
 
 
@@ -79,7 +80,7 @@ def test_closing_ends_programs_in_order_and_leaves_nothing(tmp_path: Path) -> No
     assert sorted(path.name for path in tmp_path.iterdir()) == ["closed 0", "closed 1"]
     assert belongings() == before
     with pytest.raises(RankError, match="all ranks have ended"):
-        executor.step([None, "echo", 1])
+        ask(executor, [None, "echo", 1])
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.executors import await_end, belongings, pids, toys
+from tests.helpers.executors import ask, await_end, belongings, pids, toys
 
 from rackmount.executors import crew
 from rackmount_registry.executor import RankError
@@ -22,12 +22,12 @@ IN_TIME_S = 10
 
 def assert_refuses(executor: Any) -> None:
     with pytest.raises(RankError, match="all ranks have ended"):
-        executor.step([None, "echo", 1])
+        ask(executor, [None, "echo", 1])
 
 
 def raises(executor: Any) -> None:
     with pytest.raises(RankError, match=r"^rank 1: ZeroDivisionError: the cause\n") as caught:
-        executor.step([None, "fail_all", 1])
+        ask(executor, [None, "fail_all", 1])
     assert caught.value.rank == 1
     assert "in fail_all\n" in caught.value.traceback
     assert "in fail_all\n" in caught.value.__notes__[0]
@@ -35,34 +35,34 @@ def raises(executor: Any) -> None:
 
 def is_killed(executor: Any) -> None:
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL$") as caught:
-        executor.step([1, "kill", "SIGKILL"])
-        executor.step([None, "sum", [1.0]])
+        ask(executor, [1, "kill", "SIGKILL"])
+        ask(executor, [None, "sum", [1.0]])
     assert caught.value.rank == 1
 
 
 def is_killed_in_a_collective(executor: Any) -> None:
     os.kill(pids(executor)[1], signal.SIGKILL)
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL$"):
-        executor.step([None, "sum", [1.0]])
+        ask(executor, [None, "sum", [1.0]])
 
 
 def is_killed_between_steps(executor: Any) -> None:
     os.kill(pids(executor)[1], signal.SIGKILL)
     assert await_end(pids(executor)[1])
     with pytest.raises(RankError, match=r"^rank 1 was killed by SIGKILL$"):
-        executor.step([None, "sum", [1.0]])
+        ask(executor, [None, "sum", [1.0]])
 
 
 def exits(executor: Any) -> None:
     with pytest.raises(RankError, match=r"^rank 1 exited with 3$"):
-        executor.step([1, "exit", 3])
-        executor.step([None, "sum", [1.0]])
+        ask(executor, [1, "exit", 3])
+        ask(executor, [None, "sum", [1.0]])
 
 
 def is_stopped(executor: Any) -> None:
     os.kill(pids(executor)[1], signal.SIGSTOP)
     with pytest.raises(RankError, match=r"^rank 1 .* has given no sign of life for") as caught:
-        executor.step([None, "sum", [1.0]])
+        ask(executor, [None, "sum", [1.0]])
     assert caught.value.rank == 1
 
 
@@ -146,7 +146,7 @@ def test_ranks_end_when_their_executor_is_garbage() -> None:
 
 SCRIPT = """
 import os, signal, sys, time
-from tests.helpers.executors import pids, toys
+from tests.helpers.executors import ask, pids, toys
 executor = toys(2)
 print(*pids(executor), flush=True)
 {end}
@@ -158,12 +158,12 @@ ENDS = {
     "is killed in a step": (
         "import threading\n"
         "threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()\n"
-        "executor.step([None, 'sleep', 60])",
+        "ask(executor, [None, 'sleep', 60])",
         -signal.SIGKILL,
     ),
     "ends in a fork first": (
         "pid = os.fork()\nif not pid: sys.exit(0)\nos.waitpid(pid, 0)\n"
-        "assert executor.step([None, 'echo', 1])",
+        "assert ask(executor, [None, 'echo', 1])",
         0,
     ),
 }

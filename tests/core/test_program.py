@@ -53,17 +53,16 @@ def test_every_one_of_many_loads_of_two_ranks_gives_every_request_its_answer_alo
 def counted(engine: Engine) -> list[tuple[int, dict[str, int]]]:
     """Follows the steps of `engine`: tokens, and the collectives of each rank."""
     executor: Any = engine.core.executor
-    step, steps = executor.step, []
+    submit, steps = executor.submit, []
 
-    def counting(plan: Any) -> Any:
+    def counting(plan: Any) -> None:
         executor.forget_calls()
-        result = step(plan)
+        submit(plan)
         first, *others = executor.calls
         assert others == [first] * (engine.config.tp - 1)
         steps.append((plan.total_num_tokens, first))
-        return result
 
-    executor.step = counting
+    executor.submit = counting
     return steps
 
 
@@ -97,16 +96,16 @@ def test_logits_are_gathered_for_sampled_rows_alone(
 def test_every_rank_samples_the_same_tokens(params: SamplingParams, folder: Path) -> None:
     with ranks(folder, 4) as engine:
         executor: Any = engine.core.executor
-        step_all, count = executor.step_all, []
+        collect_all, count = executor.collect_all, []
 
-        def compared(plan: Any) -> Any:
-            results = step_all(plan)
+        def compared() -> Any:
+            results = collect_all()
             for result in results[1:]:
                 np.testing.assert_array_equal(result.token_ids, results[0].token_ids)
             count.append(len(results))
             return results
 
-        executor.step_all = compared
+        executor.collect_all = compared
         engine.generate(rows(9, 4, vocab=VOCAB), params)
         assert count == [4] * 12
 
@@ -198,10 +197,10 @@ def test_when_the_ranks_are_gone_every_request_ends_and_no_other_is_taken(folder
         next(streams[0])
         executor: Any = engine.core.executor
 
-        def lost(plan: Any) -> Any:
+        def lost() -> Any:
             raise RankError(1, "rank 1 was killed")
 
-        executor.step = lost
+        executor.collect = lost
         with pytest.raises(RankError, match="rank 1 was killed"):
             tokens_of(engine, rows(4, vocab=VOCAB), greedy(3))
         assert [[chunk.finish_reason for chunk in stream] for stream in streams] == [["error"]] * 2

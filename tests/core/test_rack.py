@@ -1,6 +1,6 @@
 """What a model's configuration and the engine's arguments lead to, or why they are refused."""
 
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from rackmount.config import EngineConfig
 from rackmount.rack import Rack, draft_rack
 from rackmount_registry import hookimpl
+from rackmount_registry.capabilities import Cell
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.descriptors import Architecture
+from rackmount_registry.descriptors import Architecture, AttentionBackend
 from rackmount_registry.errors import ConfigError, PluginError
 from rackmount_registry.nn import Attention, Axis, Embedding, Layers, Linear, MergedLinear
 from rackmount_registry.plugins import PluginManager
@@ -189,3 +190,19 @@ def test_a_model_without_rotary_positions_knows_what_it_claims() -> None:
     assert rack_of(model, with_unrotated(), max_model_len=64).max_model_len == 64
     with pytest.raises(ConfigError, match="choose at most 64"):
         rack_of(model, with_unrotated(), max_model_len=65)
+
+
+def test_a_cache_layout_that_is_not_specified_is_refused() -> None:
+    plugin = ModuleType("acme")
+    part = AttentionBackend(
+        name="acme",
+        factory="acme:Backend",
+        band="reference",
+        cells=(Cell(),),
+        cache_layout="acme-pages",
+        preferred_block_sizes=(16,),
+    )
+    plugin.attention_backends = hookimpl(lambda: [part])  # type: ignore[attr-defined]
+    manager = plugins() + PluginManager.from_modules({"acme": plugin})
+    with pytest.raises(PluginError, match="names the cache layout 'acme-pages'; legal are slots"):
+        rack_of(LLAMA, manager, backend="acme")

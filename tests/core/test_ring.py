@@ -109,3 +109,16 @@ def test_a_slot_out_of_its_turn_is_never_taken_for_a_message(rig: Rig) -> None:
     rig.memory[OFFSET] = 7
     with pytest.raises(AssertionError, match="slot 7 of the ring stands for 0"):
         rig.readers[0].read()
+
+
+def test_a_wait_ends_with_a_message_or_with_something_else(rig: Rig) -> None:
+    reader, looks = rig.readers[0], [False, False, True]
+    assert not reader.wait(lambda: looks.pop(0))
+    assert looks == []
+    rig.writer.write(b"x" * 2 * SLOT_BYTES, never)
+    assert reader.wait(lambda: False)
+    assert reader.read() == b"x" * 2 * SLOT_BYTES
+    rig.close(*(write for _, write in rig.written))
+    assert reader.wait(lambda: False)  # there is the end to read
+    with pytest.raises(RingClosed):
+        reader.read()

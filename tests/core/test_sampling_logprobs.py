@@ -2,10 +2,10 @@
 
 import numpy as np
 import torch
+from tests.helpers import sampling
 
 from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
 from rackmount.sampling.params import SamplingParams
-from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 
 
@@ -14,7 +14,7 @@ def sample(logits: torch.Tensor, *params: SamplingParams) -> tuple[list[int], Lo
     for row, asked in enumerate(params):
         table.admit(row, asked, seed=row, prompt_token_ids=[0])
     rows = np.arange(len(params))
-    out = Sampler(table).sample(logits.clone(), rows, np.ones_like(rows), np.zeros((8, 8), int))
+    out = sampling.sample(table, logits.clone(), rows, np.ones_like(rows), np.zeros((8, 8), int))
     assert out.logprobs is not None
     return out.token_ids.tolist(), out.logprobs
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from tests.helpers.sampling import sample
 from torch import Tensor
 
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.rules import apply_rules, completions
-from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 
 INF = float("inf")
@@ -98,9 +98,7 @@ def greedy_run(
     token_ids = np.zeros((4, 32), np.int64)
     for _ in range(steps):
         token_ids[row, : len(history)] = history
-        out = Sampler(table).sample(
-            logits.clone(), np.array([row]), np.array([len(history)]), token_ids
-        )
+        out = sample(table, logits.clone(), np.array([row]), np.array([len(history)]), token_ids)
         history = [*history, int(out.token_ids)]
     return history
 
@@ -157,7 +155,7 @@ def test_a_released_row_leaves_nothing_to_the_next() -> None:
     assert not table.rules
     table.admit(1, SamplingParams(temperature=0), seed=0, prompt_token_ids=[0])
     rows, positions = np.array([1]), np.array([1])
-    out = Sampler(table).sample(torch.arange(6.0)[None], rows, positions, np.zeros((2, 4), int))
+    out = sample(table, torch.arange(6.0)[None], rows, positions, np.zeros((2, 4), int))
     assert (out.token_ids.tolist(), out.logprobs) == ([5], None)
 
 

@@ -45,25 +45,26 @@ class FakeWorker:
     def run(self, plan: StepPlan) -> np.ndarray:
         self.batch.apply(plan)
         flat = self.batch.build(plan)
-        assert len(set(flat.slot_mapping[0].tolist())) == plan.total_num_tokens
+        assert len(set(flat.slots.tolist())) == plan.total_num_tokens
         sampled = []
         for index, (begin, end) in enumerate(pairwise(flat.query_start_loc.tolist())):
             positions = np.arange(flat.seq_lens[index])
-            table = self.batch.block_tables[0][flat.rows[index]]
+            table = self.batch.block_table[flat.rows[index]]
             slots = table[positions // self.block_size] * self.block_size
             slots += positions % self.block_size
             for token in range(begin, end):
                 position = flat.positions[token]
                 before = int(self.cache[slots[position - 1]]) if position else 0
                 value = fingerprint(before, int(flat.token_ids[token]))
-                self.cache[flat.slot_mapping[0][token]] = value
+                self.cache[flat.slots[token]] = value
             assert position == positions[-1]
             if plan.samples[index]:
                 assert flat.logits_indices[len(sampled)] == end - 1
                 assert flat.sample_rows[len(sampled)] == flat.rows[index]
                 sampled.append(next_token(self.cache[slots]))
         token_ids = np.array(sampled, np.int32)
-        self.batch.append(flat.sample_rows, token_ids)
+        tenancy = self.batch.expect(flat.sample_rows)
+        self.batch.fill(flat.sample_rows, flat.sample_positions, token_ids, tenancy)
         return token_ids
 
 

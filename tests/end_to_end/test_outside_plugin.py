@@ -294,7 +294,10 @@ def test_what_is_wrong_with_a_plugin_is_said_and_takes_no_other_along(
     assert told["chosen backend"] == "acme-rackmount"
     unknown = told["unknown backend"]
     assert unknown.startswith("SelectionError: unknown attention_backend 'next'")
-    assert "mounted: acme-rackmount:naive, rival:naive, torch" in unknown
+    assert (
+        "mounted: acme-rackmount:naive, flash-attn, flashinfer, rival:naive, torch, triton"
+        in unknown
+    )
     assert "acme-broken 0.3.0 (RuntimeError: its kernel library is too old)" in unknown
     assert "acme-next 0.3.0 (it needs rackmount-registry >=2, this is 1.0)" in unknown
     assert told["contested architecture"] == (

@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import time
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +21,7 @@ from rackmount.executors.multiprocess import MultiprocessExecutor
 from rackmount.executors.options import MultiprocessOptions
 from rackmount_registry import hookimpl
 from rackmount_registry.descriptors import Executor
-from rackmount_registry.executor import Launch, Program, Seat
+from rackmount_registry.executor import Launch, Pending, Program, Seat
 from rackmount_registry.offers import import_attribute
 from rackmount_registry.plugins import PluginManager
 
@@ -31,6 +32,7 @@ class ThreadsExecutor:
     def __init__(self, launch: Launch) -> None:
         self.codec = import_attribute(launch.codec, "codec")()
         self.group = ThreadGroup(launch.num_ranks)
+        self.answers: deque[list[Any]] = deque()
         factory = import_attribute(launch.program, "program")
         self.programs: list[Program] = [
             factory(
@@ -53,13 +55,20 @@ class ThreadsExecutor:
     def call(self, request: Any) -> list[Any]:
         return [program.answer(self._cross(request)) for program in self.programs]
 
-    def step(self, request: Any) -> Any:
-        return self._cross(self.step_all(request)[0])
-
-    def step_all(self, request: Any) -> list[Any]:
-        """Every rank's answer to a step, worked on together."""
+    def submit(self, request: Any) -> None:
         requests = [self._cross(request) for _ in self.programs]
-        return self.group.run(lambda rank: self.programs[rank].answer(requests[rank]))
+        self.answers.append(self.group.run(lambda rank: self.programs[rank].answer(requests[rank])))
+
+    def collect(self) -> Any:
+        return self._cross(self.collect_all()[0])
+
+    def collect_all(self) -> list[Any]:
+        """Every rank's answer to the oldest request."""
+        answers = self.answers.popleft()
+        return [each.result() if isinstance(each, Pending) else each for each in answers]
+
+    def forget(self) -> None:
+        self.answers.clear()
 
     def _cross(self, message: Any) -> Any:
         return self.codec.decode(self.codec.encode(message))
@@ -84,6 +93,20 @@ class JsonCodec:
 
     def decode(self, data: bytes) -> Any:
         return json.loads(data)
+
+
+class Later:
+    """A `Pending` of what `work` gives once so many seconds are over."""
+
+    def __init__(self, seconds: float, work: Callable[[], Any]) -> None:
+        self._due, self._work = time.monotonic() + seconds, work
+
+    def ready(self) -> bool:
+        return time.monotonic() >= self._due
+
+    def result(self) -> Any:
+        time.sleep(max(0.0, self._due - time.monotonic()))
+        return self._work()
 
 
 class Toy:
@@ -121,6 +144,20 @@ class Toy:
         time.sleep(argument)
         return "slept"
 
+    def later(self, argument: Any) -> Later:
+        """[seconds, verb, argument]: does so after a while."""
+        seconds, verb, rest = argument
+        return Later(seconds, lambda: getattr(self, verb)(rest))
+
+    def now(self, argument: Any) -> float:
+        return time.monotonic()
+
+    def cpu_time(self, argument: Any) -> float:
+        return time.process_time()
+
+    def text(self, argument: Any) -> str:
+        return "x" * argument
+
     def sum(self, argument: Any) -> Any:
         return self.seat.group.all_reduce(torch.tensor(argument)).tolist()
 
@@ -156,6 +193,12 @@ def toys(num_ranks: int = 2, payload: Any = None, **options: Any) -> Multiproces
         device="cpu",
     )
     return MultiprocessExecutor(launch, options=MultiprocessOptions(**options))
+
+
+def ask(executor: Any, request: Any) -> Any:
+    """The answer to one request."""
+    executor.submit(request)
+    return executor.collect()
 
 
 def pids(executor: Any) -> list[int]:

@@ -12,7 +12,6 @@ from tests.helpers.scheduling import assert_pool_conserved
 
 from rackmount import Engine, SamplingParams
 from rackmount.engine.sequence import Sequence
-from rackmount.execution.messages import StepResult
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.plan import StepPlan
 
@@ -141,14 +140,14 @@ def alone(folder: Path, ask: Ask, engine: Engine) -> list[Sequence]:
 
 def watched(engine: Engine) -> Engine:
     """Holds every step of `engine` against its limits."""
-    execute, config = engine.core.executor.step, engine.config
+    submit, config = engine.core.executor.submit, engine.config
 
-    def checked(plan: StepPlan) -> StepResult:
+    def checked(plan: StepPlan) -> None:
         assert plan.num_tokens.sum() == plan.total_num_tokens <= config.max_num_batched_tokens
         assert 0 < len(plan.rows) == len(set(plan.rows.tolist())) <= config.max_num_seqs
-        return execute(plan)
+        submit(plan)
 
-    engine.core.executor.step = checked  # type: ignore[method-assign]
+    engine.core.executor.submit = checked  # type: ignore[method-assign]
     return engine
 
 

@@ -13,9 +13,11 @@ from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
 from tests.helpers.mounting import Reference, chosen_parts, mount_draft
 from torch import Tensor, nn
 
+from rackmount_quant.w8 import INT8_ROWS
 from rackmount_registry.axes import Axis, Mesh, Solo
-from rackmount_registry.errors import CheckpointError
-from rackmount_registry.mount import assemble, fill
+from rackmount_registry.errors import CheckpointError, ConfigError
+from rackmount_registry.formats import QuantizationScheme
+from rackmount_registry.mount import Mounted, assemble, fill, fill_randomly
 from rackmount_registry.nn import (
     Embedding,
     Experts,
@@ -329,3 +331,91 @@ def test_a_tied_head_of_another_shape_is_refused() -> None:
     tensors = whole_tensors(tied=True) | {"head.weight": torch.ones(VOCAB + 1, HIDDEN)}
     with pytest.raises(CheckpointError, match=r"head.weight .* \[12, 6\], .* needs \[11, 6\]"):
         mount(MemoryCheckpoint(tensors), tied=True)
+
+
+def random_mounted(
+    *,
+    seed: int = 0,
+    tied: bool = False,
+    mesh: Mesh | None = None,
+    dtype: torch.dtype = torch.float32,
+    scheme: QuantizationScheme | None = None,
+) -> Mounted:
+    drafted = draft_module(lambda: Model(tied), dtype=dtype, mesh=mesh, scheme=scheme)
+    mounted = assemble(
+        drafted,
+        chosen_parts(drafted),
+        ReferenceStep(),
+        device=torch.device("cpu"),
+        max_positions=1,
+    )
+    fill_randomly(mounted, seed)
+    return mounted
+
+
+def tensors_of(mounted: Mounted) -> dict[str, Tensor]:
+    """Of each checkpoint tensor, the share that this rank holds."""
+    return {
+        piece.name: storage.tensor[piece.where].squeeze(0)
+        for storage in mounted.draft.storages()
+        for piece in storage.pieces
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_random_weights_are_normal_and_norms_are_one(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.HIDDEN", 128)
+    tensors = tensors_of(random_mounted(dtype=dtype))
+    assert torch.equal(tensors.pop("norm.weight"), torch.ones(128, dtype=dtype))
+    for name, tensor in tensors.items():
+        values = tensor.double()
+        spread = 0.02 / math.sqrt(values.numel())
+        assert values.mean().abs() < 5 * spread, name
+        assert (values.std() - 0.02).abs() < 4 * spread, name
+    assert "mlp.down_proj.bias" in tensors
+
+
+def test_random_weights_follow_from_the_seed_and_the_name() -> None:
+    once, again, other = (tensors_of(random_mounted(seed=seed)) for seed in (0, 0, 1))
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    assert not any(torch.equal(once[name], other[name]) for name in once.keys() - {"norm.weight"})
+    assert len({tensor.flatten()[0].item() for tensor in once.values()}) == len(once)
+
+
+@pytest.mark.parametrize("by", ["tp", "experts"])
+def test_ranks_draw_their_shares_of_one_random_model(by: str) -> None:
+    whole = tensors_of(random_mounted())
+    for rank in range(2):
+        half = Solo(rank, 2)
+        mesh = Mesh.tensor_parallel(half) if by == "tp" else Mesh(groups={"experts": half})
+        mounted = random_mounted(mesh=mesh)
+        cut = 0
+        for storage in mounted.draft.storages():
+            for piece in storage.pieces:
+                held = storage.tensor[piece.where].reshape(whole[piece.name][piece.index].shape)
+                assert torch.equal(held, whole[piece.name][piece.index]), piece.name
+                cut += held.shape != piece.shape
+        assert cut == (0 if by == "experts" else 19)
+
+
+def test_a_random_tied_head_is_the_embedding() -> None:
+    model = random_mounted(tied=True).draft.model
+    head = model.head.gemm.weight.storages["weight"].tensor
+    assert head.data_ptr() == model.embed.table.storages["weight"].tensor.data_ptr()
+
+
+def test_a_model_with_random_weights_runs() -> None:
+    mounted = random_mounted()
+    logits = mounted.logits(mounted.forward(IDS))
+    assert logits.isfinite().all() and logits.std() > 0
+
+
+def test_quantized_weights_are_not_drawn() -> None:
+    class EightBits:
+        def format_for(self, name: str, *rest: object) -> object:
+            return INT8_ROWS if name.startswith("mlp.") else None
+
+    with pytest.raises(ConfigError, match=r"these are quantized: mlp.gate_proj.weight, mlp.down"):
+        random_mounted(scheme=EightBits())  # type: ignore[arg-type]

@@ -13,6 +13,7 @@ from tests.helpers.mounting import Reference, chosen_parts, mount_draft, mount_r
 from tests.helpers.ranks import ThreadGroup
 from torch import Tensor, nn
 
+from rackmount_backends.torch_linear import DenseLinear
 from rackmount_registry.axes import Mesh
 from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
 from rackmount_registry.ops import reference_ops
@@ -223,6 +224,96 @@ def test_of_two_shares_one_is_summed_in_the_fused_operation() -> None:
 
 def test_a_single_rank_defers_nothing() -> None:
     assert deferred(mount_shape(Textbook, CountingOps())) == set()
+
+
+class CountingKernel(DenseLinear):
+    """A kernel with every epilogue, by its definition."""
+
+    def __init__(self, most_added: int = 100) -> None:
+        self.most_added = most_added
+        self.calls: Counter[str] = Counter()
+
+    def run(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls["run"] += 1
+        return super().run(x, prepared, bias)
+
+    def run_silu_mul(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls["silu_mul"] += 1
+        return reference_ops().silu_mul(*super().run(x, prepared, bias).chunk(2, -1))
+
+    def adds(self, prepared: Tensor, num_rows: int) -> bool:
+        return num_rows <= self.most_added
+
+    def run_add(self, x: Tensor, prepared: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        self.calls["add"] += 1
+        return super().run(x, prepared, bias) + residual
+
+
+class GateReadTwice(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        gate, up = self.one.gate_up(self.embed(ids))
+        return self.one.act(gate, up) * gate
+
+
+class UpBeforeGate(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        gate, up = self.one.gate_up(self.embed(ids))
+        return self.one.act(up, gate)
+
+
+class GateAlone(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        gate, _ = self.one.gate_up(self.embed(ids))
+        return self.one.act(gate, gate)
+
+
+EPILOGUES: dict[type[Shape], dict[str, int]] = {
+    Textbook: {"silu_mul": 2, "add": 2},
+    SumReadByTwoNorms: {"silu_mul": 1, "add": 1},
+    ParallelBlocks: {"silu_mul": 2, "add": 1, "run": 1},
+    SharesOnBothSides: {"silu_mul": 1, "add": 1, "run": 2},
+    ShareOnTheLeft: {"silu_mul": 1, "add": 1},
+    SumOfOneShareWithItself: {"silu_mul": 1, "run": 1},
+    SocketUsedTwice: {"silu_mul": 2, "add": 1, "run": 1},
+    ShareReadTwice: {"silu_mul": 1, "run": 1},
+    AddedInPlace: {"silu_mul": 1, "add": 1},
+    NoNormBehindTheSum: {"run": 2},
+    NormOfAnotherKind: {"silu_mul": 1, "run": 1},
+    GateReadTwice: {"run": 1},
+    UpBeforeGate: {"run": 1},
+    GateAlone: {"run": 1},
+}
+"""Model -> products by epilogue, "run" without one."""
+
+
+@pytest.mark.parametrize("make", EPILOGUES)
+def test_what_a_kernel_can_do_to_its_product_is_left_to_it(make: type[Shape]) -> None:
+    kernel = CountingKernel()
+    drafted = draft_module(make)
+    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
+    fused = one.hidden(IDS)
+    assert kernel.calls == EPILOGUES[make]
+    with torch.inference_mode():
+        torch.testing.assert_close(fused, one.mounted.draft.model(IDS), rtol=0, atol=1e-12)
+
+
+def test_a_kernel_adds_for_as_many_rows_as_it_says() -> None:
+    kernel = CountingKernel(most_added=len(IDS) - 1)
+    drafted = draft_module(Textbook)
+    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
+    whole, part = one.hidden(IDS), one.hidden(IDS[:-1])
+    assert kernel.calls == {"silu_mul": 4, "run": 2, "add": 2}
+    torch.testing.assert_close(part, whole[:-1], rtol=0, atol=1e-12)
+
+
+def test_a_share_of_a_sum_over_ranks_is_added_after_the_sum() -> None:
+    kernel = CountingKernel()
+    drafted = draft_module(Textbook, mesh=Mesh.tensor_parallel(ThreadGroup(2).members[0]))
+    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    whole = MemoryCheckpoint(random_tensors(draft_module(Textbook)))
+    assert deferred(mount_draft(drafted, whole, parts=parts)) == DEFERRED[Textbook]
 
 
 def test_a_decoder_runs_two_fused_norms_a_layer_and_one_alone(tmp_path: Any) -> None:

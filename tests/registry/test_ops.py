@@ -38,30 +38,83 @@ def test_a_fused_norm_gives_the_norm_of_the_sum_and_the_sum() -> None:
     assert torch.equal(normed, ops.rms_norm(x + residual, weight, 1e-5))
 
 
+def turned(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    table: Tensor | None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """q, and the keys as they come to stand in a cache."""
+    cache = torch.stack((k, k))
+    given = (positions, table, q_norm, k_norm, 0.1, interleaved)
+    q = ops.rotary_write(q, k, k, *given, cache, torch.arange(len(k)))
+    return q, cache[0]
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotary_turns_pairs_of_features_as_complex_numbers(interleaved: bool) -> None:
     width, positions = 6, torch.tensor([0, 5, 2])
     angles = torch.outer(torch.arange(7.0), torch.tensor([1.0, 0.3, 0.1])).double()
     table = torch.stack((angles.cos(), angles.sin()), 1)
     q, k = randn(3, 4, width + 2), randn(3, 2, width + 2, seed=1)
-    turned_q, turned_k = ops.rotary(q, k, positions, table, None, None, 0.0, interleaved)
+    results = turned(q, k, positions, table, interleaved=interleaved)
     turns = torch.polar(torch.ones_like(angles), angles)[positions].unsqueeze(1)
     order = [0, 2, 4, 1, 3, 5] if interleaved else [0, 1, 2, 3, 4, 5]
-    for given, turned in ((q, turned_q), (k, turned_k)):
+    for given, result in zip((q, k), results, strict=True):
         real, imaginary = given[..., order].chunk(2, -1)
         expected = torch.complex(real, imaginary) * turns
         both = torch.cat((expected.real, expected.imag), -1)
-        torch.testing.assert_close(turned[..., order], both)
-        assert torch.equal(turned[..., width:], given[..., width:])
+        torch.testing.assert_close(result[..., order], both)
+        assert torch.equal(result[..., width:], given[..., width:])
 
 
 def test_heads_are_normed_before_they_are_turned() -> None:
     table = torch.stack((torch.zeros(1, 2), torch.ones(1, 2)), 1).double()  # a quarter turn
-    q, k = randn(1, 2, 4), randn(1, 1, 4, seed=1)
-    q_norm, k_norm = randn(4, seed=2), randn(4, seed=3)
-    turned, _ = ops.rotary(q, k, torch.tensor([0]), table, q_norm, k_norm, 0.1, False)
-    a, b = ops.rms_norm(q, q_norm, 0.1).chunk(2, -1)
-    torch.testing.assert_close(turned, torch.cat((-b, a), -1))
+    given = randn(1, 2, 4), randn(1, 1, 4, seed=1)
+    norms = randn(4, seed=2), randn(4, seed=3)
+    results = turned(*given, torch.tensor([0]), table, *norms)
+    for x, norm, result in zip(given, norms, results, strict=True):
+        a, b = ops.rms_norm(x, norm, 0.1).chunk(2, -1)
+        torch.testing.assert_close(result, torch.cat((-b, a), -1))
+
+
+def test_without_a_table_nothing_is_turned() -> None:
+    q, k, norm = randn(3, 2, 4), randn(3, 1, 4, seed=1), randn(4, seed=2)
+    positions = torch.tensor([0, 5, 2])
+    for found, given in zip(turned(q, k, positions, None), (q, k), strict=True):
+        assert torch.equal(found, given)
+    for found, given in zip(turned(q, k, positions, None, norm, norm), (q, k), strict=True):
+        assert torch.equal(found, ops.rms_norm(given, norm, 0.1))
+
+
+def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
+    k, v = randn(4, 2, 4).float(), randn(4, 2, 4, seed=1).float()
+    cache = torch.full((2, 6, 2, 4), math.nan, dtype=torch.bfloat16)
+    slots = torch.tensor([5, -1, 0, -1], dtype=torch.int32)
+    ops.rotary_write(k, k, v, torch.arange(4), None, None, None, 0.0, False, cache, slots)
+    for plane, given in zip(cache, (k, v), strict=True):
+        assert torch.equal(plane[[5, 0]], given[[0, 2]].bfloat16())
+        assert plane[1:5].isnan().all()
+
+
+def test_tokens_sampled_on_the_device_take_the_place_of_their_row() -> None:
+    last_ids = torch.tensor([70, 71, 72], dtype=torch.int32)
+    ids = torch.tensor([-3, 5, 0, -1], dtype=torch.int32)
+    none = torch.empty(0, dtype=torch.int32)
+    tables = torch.empty(3, 4, dtype=torch.int32)
+    ops.build_batch(ids, none, none, last_ids, tables, tables[:0], 16)
+    assert ids.tolist() == [72, 5, 0, 70]
+
+
+def test_requests_get_the_blocks_of_their_rows_as_far_as_they_are_long() -> None:
+    tables = torch.arange(12, dtype=torch.int32).view(3, 4)
+    table = torch.full((2, 4), -9, dtype=torch.int32)
+    rows, lengths = (torch.tensor(t, dtype=torch.int32) for t in ([2, 0], [17, 32]))
+    ops.build_batch(rows[:0].clone(), rows, lengths, rows, tables, table, 16)
+    assert table[:, :2].tolist() == [[8, 9], [0, 1]]
 
 
 def test_an_embedding_gives_zeros_for_ids_of_other_ranks() -> None:

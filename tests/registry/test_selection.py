@@ -1,5 +1,6 @@
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from rackmount_registry.descriptors import (
     Requirement,
     TokenDispatcher,
 )
-from rackmount_registry.errors import SelectionError
+from rackmount_registry.errors import PluginError, SelectionError
 from rackmount_registry.offers import BrokenPlugin, Offer
 from rackmount_registry.plain import as_plain
 from rackmount_registry.selection import (
@@ -246,6 +247,60 @@ def test_a_requested_backend_serves_both_phases_or_is_refused() -> None:
         choose_attention([pre, torch], CPU, "pre")
     assert "phase=decode is not one of prefill" in str(caught.value)
     assert "Would fit: pre + torch, torch + torch" in str(caught.value)
+
+
+def test_auto_goes_by_the_order_of_each_phase() -> None:
+    chunks = attention("chunks", band="vendor", order=1, decode_order=2)
+    steps = attention("steps", band="vendor", order=2, decode_order=1)
+    choice = choose_attention([steps, chunks], CPU)
+    assert (choice.prefill, choice.decode) == (chunks, steps)
+    assert choice.why == "first of 4 that fit, by band, order and name"
+    assert [f"{pair.first.name} {pair.second.name}" for pair in choice.candidates] == [
+        "chunks steps",
+        "chunks chunks",
+        "steps steps",
+        "steps chunks",
+    ]
+
+
+def test_a_backend_without_an_order_at_decode_decodes_only_when_asked_for() -> None:
+    chunks = attention("chunks", band="vendor", decode_order=None)
+    plain = attention("plain", band="portable", decode_order=9)
+    choice = choose_attention([chunks, plain], CPU)
+    assert (choice.prefill, choice.decode) == (chunks, plain)
+    barred = next(pair for pair in choice.candidates if pair.second.name == "chunks")
+    assert "not for decode unless asked for by name" in str(barred)
+    asked = choose_attention([chunks, plain], CPU, "chunks")
+    assert (asked.prefill, asked.decode) == (chunks, chunks)
+
+
+def unless_small(demand: Demand) -> str:
+    """A backend's `jit`: kernels for head size 64 are on the disk."""
+    return "" if demand.head_size == 64 else f"head size {demand.head_size} is not compiled"
+
+
+def test_auto_waits_for_no_compiler_but_who_asks_by_name_does() -> None:
+    jit = attention("jit", band="vendor", jit=f"{__name__}:unless_small")
+    offers, demand = [jit, attention("plain")], replace(GPU, head_size=128)
+    choice = choose_attention(offers, demand)
+    assert (choice.prefill.name, choice.decode.name) == ("plain", "plain")
+    refused = next(pair for pair in choice.candidates if pair.first.name == "jit")
+    assert str(refused) == f"jit ({OURS} 1.0): head size 128 is not compiled"
+    assert choose_attention(offers, demand, "jit").prefill is jit
+    assert choose_attention(offers, replace(GPU, head_size=64)).decode is jit
+
+
+def test_nobody_is_asked_for_kernels_of_a_part_that_is_refused_anyway() -> None:
+    needs = (Requirement(module="no_such_module", install="pip install such"),)
+    offers = [
+        attention("cpu", ON_CPU, jit="no_such_module:f"),
+        attention("missing", requires=needs, jit="no_such_module:f"),
+        attention("theirs", by="acme", jit="no_such_module:f"),
+        attention("plain"),
+    ]
+    assert choose_attention(offers, GPU).prefill.name == "plain"
+    with pytest.raises(PluginError, match=r"attention_backend 'theirs' of acme 1.0: importing"):
+        choose_attention(offers, GPU, opted_in={"acme"})
 
 
 def test_fp8_cache_only_with_one_head_size_is_one_row() -> None:

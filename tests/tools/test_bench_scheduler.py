@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 
 from rackmount_tools.bench_scheduler import Load, Run, bench
 from rackmount_tools.machine import describe_machine
-from rackmount_tools.plugin import cli_commands
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,3 @@ def test_a_measured_step_decodes_every_request_and_starts_blocks_in_turn() -> No
         assert after.total_computed_tokens - before.total_computed_tokens == 8
         grown.append(after.kv_usage - before.kv_usage)
     assert min(grown) > 0
-
-
-def test_the_command_is_offered_by_name_without_being_imported() -> None:
-    (command,) = cli_commands()
-    assert (command.group, command.name) == ("bench", "scheduler")
-    assert command.factory == "rackmount_tools.bench_scheduler:bench"

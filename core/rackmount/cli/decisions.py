@@ -150,6 +150,7 @@ def _verdict(offer: Offer[Any], accepted: bool, reason: str) -> Candidate:
         version=offer.version,
         band="",
         accepted=accepted,
+        some_row_fits=accepted,
         refusals=() if accepted else (Refusal(row=None, reasons=(reason,)),),
     )
 

@@ -18,6 +18,7 @@ from rackmount.rack import Rack, draft_rack
 from rackmount_registry.errors import ConfigError, SelectionError
 from rackmount_registry.plain import as_plain
 from rackmount_registry.plugins import PluginManager
+from rackmount_registry.selection import Candidate, PairCandidate
 
 
 @unfold
@@ -46,7 +47,7 @@ def explain(
         _print(as_json, failure, _weighed(error.candidates))
         raise
     made = [*finding(model, path, manager), *decisions(rack, manager)]
-    memory = free_bytes(rack.device) if memory_gib is None else int(memory_gib * 2**30)
+    memory = _memory(rack, memory_gib)
     figures = {"decisions": as_plain(made)} | _figures(rack, memory)
     _print(as_json, figures, _lines(rack, made, memory))
     if any(decision.winner is None for decision in made):
@@ -73,10 +74,17 @@ def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str
 
 
 def _weighed(candidates: Iterable[Any]) -> list[str]:
-    """A line for each verdict; pairs that one part spoils share theirs."""
+    """A line for each verdict; of a pair that its parts spoil, theirs."""
     verdicts = {True: "accepted", False: "refused "}
-    lines = (f"  {verdicts[it.accepted]}  {it}".removesuffix(": fits") for it in candidates)
+    judged = [part for candidate in candidates for part in _judged(candidate)]
+    lines = (f"  {verdicts[it.accepted]}  {it}".removesuffix(": fits") for it in judged)
     return list(dict.fromkeys(lines))
+
+
+def _judged(candidate: Candidate | PairCandidate) -> list[Candidate | PairCandidate]:
+    if isinstance(candidate, Candidate) or candidate.accepted or candidate.reasons:
+        return [candidate]
+    return [part for part in (candidate.first, candidate.second) if not part.accepted]
 
 
 def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
@@ -102,6 +110,14 @@ def _kv_bytes_per_token(rack: Rack) -> dict[str, int]:
     names = [name for name in DTYPES if name != "auto"]
     specs = {name: rack.draft.cache_specs(getattr(torch, name)) for name in names}
     return {name: sum(spec.bytes_per_token for spec in specs[name]) for name in names}
+
+
+def _memory(rack: Rack, memory_gib: float | None) -> int | None:
+    """What there is for weights and KV; None where the device is not here."""
+    share = rack.config.gpu_memory_utilization if rack.device.type == "cuda" else 1.0
+    if memory_gib is None:
+        return free_bytes(rack.device, share)
+    return int(memory_gib * 2**30 * share)
 
 
 def _fitting_blocks(rack: Rack, memory: int | None) -> tuple[int | None, str | None]:

@@ -36,6 +36,7 @@ class EngineOptions:
     max_model_len: Annotated[int | None, _engine("Longest prompt and output together.")] = None
     num_kv_blocks: Annotated[int | None, _engine("Blocks of the KV pool.")] = None
     kv_cache_memory_bytes: Annotated[int | None, _engine("Memory of the KV pool.")] = None
+    gpu_memory_utilization: Annotated[float, _engine("Share of a GPU's memory to take.")] = 0.9
     block_size: Annotated[int | None, _engine("Tokens per KV block.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests in one step.")] = 256
     max_num_batched_tokens: Annotated[int, _engine("Token budget of one step.")] = 2048
@@ -44,6 +45,11 @@ class EngineOptions:
     ] = 0
     scheduling_policy: Annotated[str, _engine("fcfs or priority.")] = "fcfs"
     enable_prefix_caching: Annotated[bool, _engine("Reuse the KV of shared prefixes.")] = True
+    enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
+    async_scheduling: Annotated[
+        bool | None, _engine("Schedule a step ahead; on GPUs by default.")
+    ] = None
+    load_format: Annotated[str, _engine("auto, or dummy for random weights.")] = "auto"
     quantization: Annotated[str | None, _engine("Quantization scheme of the checkpoint.")] = None
     linear_kernel: Annotated[str, _engine("Kernel of linear layers.")] = "auto"
     expert_kernel: Annotated[str, _engine("Kernel of experts.")] = "auto"

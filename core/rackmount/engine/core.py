@@ -3,13 +3,15 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+
+import msgspec
 
 from rackmount.execution.messages import Carve, Load, RankSetup, StepResult
 from rackmount.execution.program import Live
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.config import SchedulerConfig
+from rackmount.scheduling.plan import StepPlan
 from rackmount.scheduling.request import FinishReason, Request
 from rackmount.scheduling.scheduler import Scheduler
 from rackmount.scheduling.step_output import SchedulerStats, StepOutput
@@ -18,8 +20,7 @@ from rackmount_registry.executor import Executor, Launch, RankError
 from rackmount_registry.options import instantiate
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """What a step did for one request."""
 
     request_id: str
@@ -33,7 +34,8 @@ class Event:
 
 
 class EngineCore:
-    """Schedules, executes, updates. One call of `step` is one forward of the model."""
+    """Schedules, executes, updates: with `depth` 2, a step is scheduled while the one before it
+    runs. What is in flight for requests that have ended is dropped when it comes."""
 
     def __init__(self, path: Path, live: Live) -> None:
         rack = live.rack
@@ -68,6 +70,11 @@ class EngineCore:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.scheduler = Scheduler(self._limits)
+        ahead = config.async_scheduling
+        self.depth = 2 if (rack.device.type == "cuda" if ahead is None else ahead) else 1
+        """Most steps in flight."""
+        self._in_flight: deque[StepPlan] = deque()
+        """Submitted and not collected, oldest first."""
         self.events: deque[Event] = deque()
         """What steps did, oldest first, for whoever drives the core to take."""
         self._down: RankError | None = None
@@ -77,46 +84,85 @@ class EngineCore:
         return self.scheduler.stats
 
     def add(self, request: Request) -> None:
-        """Queues a request. RequestError for one that can never run, RankError where no rank is
-        left."""
+        """Queues a request, whose id is never used again. RequestError for one that can never run,
+        RankError where no rank is left."""
         if self._down:
             raise RankError(self._down.rank, f"the engine is down: {self._down}")
         with self._restarting():
             self.scheduler.add(request)
 
     def abort(self, request_id: str) -> None:
-        """Ends a request that nobody waits for. Unknown ids are done already."""
+        """Ends a request that nobody waits for. Unknown ids are done already. Waits for nothing:
+        steps in flight give its blocks back as they end."""
         with self._restarting():
             self.scheduler.finish(request_id, "abort")
 
     def step(self) -> bool:
-        """One step, whose events are added to `events`; False when there is nothing to do.
+        """Submits steps up to the depth and ends the oldest, whose events are added to `events`;
+        False when there is nothing to do.
 
-        Where the model raises, or is interrupted, the requests that it ran end as "error" and the
-        others go on; with a RankError all end, and the core takes no more.
+        Where the model raises, the requests that it ran end as "error"; the steps behind that one
+        end too, and the others go on. An interrupt while the model runs ends as "error" whatever
+        is in flight. With a RankError all end, and the core takes no more.
         """
-        failure: BaseException | None = None
         with self._restarting():
-            plan = self.scheduler.schedule()
-            if plan is None:
+            failure = self._submit()
+            if self._in_flight:
+                failure = self._collect()
+                while failure and self._in_flight:
+                    later = self._collect()
+                    if later and not isinstance(later, Exception):
+                        failure = later  # an interrupt is told first, other trouble once
+            elif not failure:
                 assert not self.scheduler.has_requests, "requests wait, and nothing can run"
                 return False
-            try:
-                result: StepResult = self.executor.step(plan)
-            except RankError as error:
-                self._down = error
-                raise
-            except BaseException as error:
-                failure = error
-                self.events.extend(_error(each.request_id) for each in self.scheduler.fail(plan))
-            else:
-                for request_id in result.failed:
-                    self.scheduler.finish(request_id, "error")
-                output = self.scheduler.update(plan, result.token_ids)
-                self.events.extend(self._events(output, result))
-        if failure is not None:
+        if failure:
             raise failure
         return True
+
+    def _submit(self) -> BaseException | None:
+        """Fills the depth with steps. Gives the interrupt that emptied it, if one came."""
+        if not self._in_flight:
+            self.executor.forget()  # what an interrupt has left there
+        while len(self._in_flight) < self.depth and (plan := self.scheduler.schedule()):
+            self._in_flight.append(plan)
+            try:
+                self.executor.submit(plan)
+            except BaseException as error:
+                return self._lose(error)
+        return None
+
+    def _collect(self) -> BaseException | None:
+        """Ends the oldest step in flight. Gives what its model raised, or the interrupt."""
+        try:
+            result: StepResult = self.executor.collect()
+        except RankError as error:
+            return self._lose(error)
+        except Exception as error:
+            self._fail()
+            return error
+        except BaseException as error:
+            return self._lose(error)
+        for request_id in result.failed:
+            if self.scheduler.finish(request_id, "error"):
+                self.events.append(_error(request_id))
+        output = self.scheduler.update(self._in_flight.popleft(), result.token_ids)
+        self.events.extend(self._events(output, result))
+        return None
+
+    def _lose(self, error: BaseException) -> BaseException:
+        """Ends all steps in flight: their answers will not be collected."""
+        if isinstance(error, RankError):
+            self._down = error
+            raise error
+        while self._in_flight:
+            self._fail()
+        return error
+
+    def _fail(self) -> None:
+        """Ends the oldest step in flight, which broke, and its requests."""
+        failed = self.scheduler.fail(self._in_flight.popleft())
+        self.events.extend(_error(each.request_id) for each in failed)
 
     @contextmanager
     def _restarting(self) -> Iterator[None]:
@@ -127,33 +173,31 @@ class EngineCore:
         except RequestError:
             raise
         except BaseException:
+            self._in_flight = deque()
             lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
             self.events.extend(map(_error, lost))
             raise
 
     def close(self) -> None:
-        """Ends the ranks."""
+        """Ends the ranks, whatever is in flight."""
         self.executor.close()
 
-    def _events(self, output: StepOutput, result: StepResult) -> list[Event]:
-        ended = {request.request_id for request in output.finished}
-        prompts = dict(result.prompt_logprobs)
-        events = [_error(name) for name in result.failed]
+    def _events(self, output: StepOutput, result: StepResult) -> Iterator[Event]:
+        prompts = result.prompt_logprobs
         for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
             name = request.request_id
-            events.append(
-                Event(
-                    request_id=name,
-                    token_id=token_id,
-                    logprobs=result.logprobs.get(name),
-                    prompt_logprobs=prompts.pop(name, None),
-                    finish_reason=request.finish_reason if name in ended else None,
-                    stop_reason=request.stop_reason,
-                    num_cached_tokens=request.num_cached_tokens or 0,
-                )
+            yield Event(
+                request_id=name,
+                token_id=token_id,
+                logprobs=result.logprobs.get(name),
+                prompt_logprobs=prompts.pop(name, None),
+                finish_reason=request.finish_reason,
+                stop_reason=request.stop_reason,
+                num_cached_tokens=request.num_cached_tokens or 0,
             )
-        events += [Event(request_id=name, prompt_logprobs=piece) for name, piece in prompts.items()]
-        return events
+        for name, piece in prompts.items():
+            if self.scheduler.has(name):
+                yield Event(request_id=name, prompt_logprobs=piece)
 
 
 def _error(request_id: str) -> Event:

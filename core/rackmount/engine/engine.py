@@ -16,10 +16,9 @@ from rackmount.engine.group import Group
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
 from rackmount.execution.program import Live
-from rackmount.loading.locate import locate, open_checkpoint
+from rackmount.loading.locate import locate, open_model
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.params import SamplingParams
-from rackmount.sampling.random import child_seed
 from rackmount.sampling.request import SamplingRequest
 from rackmount.scheduling.request import Request
 from rackmount.scheduling.step_output import SchedulerStats
@@ -33,6 +32,7 @@ from rackmount.text.prompts import (
 from rackmount_registry.checkpoint import Report, silent
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.plugins import PluginManager
+from rackmount_registry.sampling.random import child_seed
 
 
 class Engine:
@@ -40,6 +40,8 @@ class Engine:
 
     Args:
         model: an alias ("qwen3-0.6b"), a hub id ("Qwen/Qwen3-0.6B"), or a path to a folder or file.
+            With `load_format="dummy"` its config.json is enough: prompts are token ids then, and
+            answers have no text.
         manager: plugins; None discovers what is installed.
         report: told of the progress of downloading and loading.
         arguments: those of `EngineConfig`.
@@ -70,8 +72,9 @@ class Engine:
         self._at_work = False
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(self.config.seed)
-        path = locate(model, self.manager, report)
-        checkpoint = open_checkpoint(path, self.manager)
+        form = self.config.load_format
+        path = locate(model, self.manager, report, weights=form != "dummy")
+        checkpoint = open_model(path, self.manager, form)
         try:
             # The tokenizer first: if it is broken, that is known before gigabytes are read.
             self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)

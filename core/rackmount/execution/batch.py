@@ -11,48 +11,82 @@ from rackmount.scheduling.ranges import spread
 
 @dataclass(slots=True, kw_only=True)
 class FlatBatch:
-    """One step as the model sees it: T tokens of R requests, one request after another.
+    """One step as the model sees it: T tokens of R requests, one request after another, of which S
+    sample. Arrays are int32.
 
-    The arrays may be views of ones that the batch keeps: read them before the next step, and write
-    to none.
+    They may be views of ones that the batch keeps: read them before the next step, and write to
+    none.
     """
 
     token_ids: np.ndarray
-    """int64 [T]."""
+    """[T]; -1 - row where a step in flight samples the token of that row."""
     positions: np.ndarray
-    """int64 [T]: place of each token in its sequence."""
+    """[T]: place of each token in its sequence."""
+    slots: np.ndarray
+    """[T]: block id * block size + offset, where each token's KV goes."""
     query_start_loc: np.ndarray
-    """int32 [R + 1]: where each request's tokens begin, and T."""
+    """[R + 1]: where each request's tokens begin, and T."""
     seq_lens: np.ndarray
-    """int32 [R], this step's tokens included."""
+    """[R], this step's tokens included."""
     rows: np.ndarray
-    """int32 [R]: the requests' rows of the block tables."""
-    slot_mapping: list[np.ndarray]
-    """int64 [T] per KV group: block id * block size + offset, where each token's KV goes."""
+    """[R]: the requests' rows of the tables."""
     logits_indices: np.ndarray
-    """int64 [S]: of each sampling request, the last token."""
+    """[S]: of each sampling request, the last token."""
     sample_rows: np.ndarray
-    """int64 [S]: the sampling requests' rows."""
+    """[S]: the sampling requests' rows."""
+    sample_positions: np.ndarray
+    """[S]: the place that the sampled token takes in its sequence."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every request has one token."""
+        return self.token_ids.size == self.rows.size
+
+    def padded(self, size: int, padding_row: int) -> "FlatBatch":
+        """A decode step as one of `size` requests that all sample. What is too many, and what does
+        not sample, stands in the padding row."""
+        num = self.rows.size
+        more = size - num
+        sample_rows = np.full(size, padding_row, np.int32)
+        sample_rows[self.logits_indices] = self.sample_rows
+        return FlatBatch(
+            token_ids=_extended(self.token_ids, more, 0),
+            positions=_extended(self.positions, more, 0),
+            slots=_extended(self.slots, more, -1),
+            query_start_loc=np.arange(size + 1, dtype=np.int32),
+            seq_lens=_extended(self.seq_lens, more, 1),
+            rows=_extended(self.rows, more, padding_row),
+            logits_indices=np.arange(size, dtype=np.int32),
+            sample_rows=sample_rows,
+            sample_positions=_extended(self.seq_lens, more, 0),
+        )
+
+
+def _extended(values: np.ndarray, more: int, fill: int) -> np.ndarray:
+    return np.concatenate((values, np.full(more, fill, np.int32)))
 
 
 class PersistentBatch:
-    """Applies plans in order: `apply`, `build`, and `append` once the step has sampled."""
+    """Applies plans in order: `apply`, `build`, and `expect` for what the step samples; `fill` once
+    its tokens are on the host, which may be after the next `build`."""
 
-    def __init__(
-        self, *, max_num_seqs: int, max_model_len: int, block_size: int, num_kv_groups: int = 1
-    ) -> None:
-        max_blocks = -(-max_model_len // block_size)
+    def __init__(self, *, max_num_seqs: int, max_model_len: int, block_size: int) -> None:
+        num_rows = max_num_seqs + 1
         self.block_size = block_size
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
-        """Prompt and output of each row, `num_tokens` of them."""
-        self.num_tokens = np.zeros(max_num_seqs, np.int64)
-        self.num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
-        self.num_computed_tokens = np.zeros(max_num_seqs, np.int64)
-        self.block_tables = [
-            np.zeros((max_num_seqs, max_blocks), np.int32) for _ in range(num_kv_groups)
-        ]
-        """Per KV group. Never gathered or copied: attention reads row `rows[r]` in place."""
-        self._arange = np.arange(max_num_seqs + 1, dtype=np.int32)
+        self.padding_row = max_num_seqs
+        """A row of no request: one token of context, in block 0."""
+        self.token_ids = np.zeros((num_rows, max_model_len), np.int32)
+        """Prompt and output of each row, `num_known` of them."""
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        """Those of steps in flight included."""
+        self.num_known = np.zeros(num_rows, np.int32)
+        self.num_prompt_tokens = np.zeros(num_rows, np.int32)
+        self.num_computed_tokens = np.zeros(num_rows, np.int32)
+        self.block_table = np.zeros((num_rows, -(-max_model_len // block_size)), np.int32)
+        """Never gathered or copied: attention reads row `rows[r]` in place."""
+        self._tenancy = np.zeros(num_rows, np.int64)
+        """Admissions to each row so far."""
+        self._arange = np.arange(num_rows + 1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:
         """Takes over what the plan changes. A released row needs nothing: it is overwritten on
@@ -60,13 +94,14 @@ class PersistentBatch:
         for entry in plan.admitted:
             row, num_tokens = entry.row, entry.token_ids.size
             self.token_ids[row, :num_tokens] = entry.token_ids
-            self.num_tokens[row] = num_tokens
+            self.num_tokens[row] = self.num_known[row] = num_tokens
             self.num_prompt_tokens[row] = entry.num_prompt_tokens
             self.num_computed_tokens[row] = entry.num_computed_tokens
-            for table, block_ids in zip(self.block_tables, entry.block_ids, strict=True):
-                table[row, : block_ids.size] = block_ids
-        for table, growth in zip(self.block_tables, plan.grown, strict=True):
-            table[growth.rows, growth.columns] = growth.block_ids
+            self._tenancy[row] += 1
+            (block_ids,) = entry.block_ids
+            self.block_table[row, : block_ids.size] = block_ids
+        (growth,) = plan.grown
+        self.block_table[growth.rows, growth.columns] = growth.block_ids
 
     def build(self, plan: StepPlan) -> FlatBatch:
         """The flat batch of the plan, once: its tokens count as computed from here on."""
@@ -77,29 +112,44 @@ class PersistentBatch:
         if plan.total_num_tokens == rows.size:  # one token each, as in decoding
             token_rows, positions = rows, starts
             query_start_loc = self._arange[: rows.size + 1]
-            logits_indices = plan.samples.nonzero()[0]
         else:
             token_rows, positions = spread(rows, starts, plan.num_tokens)
             query_start_loc = np.zeros(rows.size + 1, np.int32)
             np.cumsum(plan.num_tokens, out=query_start_loc[1:])
-            logits_indices = query_start_loc[1:][plan.samples].astype(np.int64) - 1
         columns = positions // self.block_size
+        blocks = self.block_table[token_rows, columns]
+        known = positions < self.num_known[token_rows]
+        sample_rows = rows[plan.samples]
         return FlatBatch(
-            token_ids=self.token_ids[token_rows, positions].astype(np.int64),
-            positions=positions,
+            token_ids=_int32(
+                np.where(known, self.token_ids[token_rows, positions], -1 - token_rows)
+            ),
+            positions=_int32(positions),
+            slots=_int32(positions + (blocks - columns) * self.block_size),
             query_start_loc=query_start_loc,
-            seq_lens=ends.astype(np.int32),
+            seq_lens=_int32(ends),
             rows=plan.rows,
-            slot_mapping=[
-                positions + (table[token_rows, columns] - columns) * self.block_size
-                for table in self.block_tables
-            ],
-            logits_indices=logits_indices,
-            sample_rows=rows[plan.samples],
+            logits_indices=query_start_loc[1:][plan.samples] - 1,
+            sample_rows=_int32(sample_rows),
+            sample_positions=self.num_tokens[sample_rows],
         )
 
-    def append(self, rows: np.ndarray, token_ids: np.ndarray) -> None:
-        """One sampled token for each of `rows`."""
-        positions = self.num_tokens[rows]
-        self.token_ids[rows, positions] = token_ids
-        self.num_tokens[rows] = positions + 1
+    def expect(self, rows: np.ndarray) -> np.ndarray:
+        """Each of `rows` gets a token that is not known yet. Returns what `fill` needs to know
+        it again."""
+        self.num_tokens[rows] += 1
+        tenancy: np.ndarray = self._tenancy[rows]
+        return tenancy
+
+    def fill(
+        self, rows: np.ndarray, positions: np.ndarray, token_ids: np.ndarray, tenancy: np.ndarray
+    ) -> None:
+        """The tokens that a step sampled. A row that has another request by now is left alone."""
+        still = self._tenancy[rows] == tenancy
+        rows, positions = rows[still], positions[still]
+        self.token_ids[rows, positions] = token_ids[still]
+        self.num_known[rows] = positions + 1
+
+
+def _int32(values: np.ndarray) -> np.ndarray:
+    return values.astype(np.int32, copy=False)

@@ -10,19 +10,21 @@ from rackmount_registry.errors import ConfigError
 
 CPU_KV_BYTES = 4 << 30
 """Most that the KV pool takes of a CPU's memory unasked."""
-SHARE = {"cpu": 0.5, "cuda": 0.8}
-"""Of the free memory, for the KV pool; the rest is for activations and others."""
+CPU_SHARE = 0.5
+"""Of a CPU's free memory, for the KV pool; the rest is for activations and others."""
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container's own limit stands, under Linux's cgroup v2."""
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Memory of the device that can still be taken; None where there is no such device here."""
+def free_bytes(device: torch.device, utilization: float = 1.0) -> int | None:
+    """Memory of the device that can still be taken, of a GPU as long as no more than the share
+    `utilization` of it is in use; None where there is no such device here."""
     if device.type == "cpu":
         return min(int(psutil.virtual_memory().available), _left_to_container())
     if not torch.cuda.is_available():
         return None
-    return torch.cuda.mem_get_info(device)[0]
+    free, total = torch.cuda.mem_get_info(device)
+    return free - int(total * (1 - utilization))
 
 
 def _left_to_container() -> int:
@@ -37,11 +39,12 @@ def _left_to_container() -> int:
 
 
 def num_kv_blocks(rack: Rack, free: int) -> int:
-    """Blocks of a rank's KV pool, with the weights already in memory: as asked for, or what fits
-    and can be used.
+    """Blocks of a rank's KV pool, with everything else already in memory: as asked for, or what
+    fits and can be used.
 
     Raises:
-        ConfigError: not one block fits, or not as many as asked for.
+        ConfigError: not one block fits, or not as many as asked for; on a GPU, where nothing was
+            asked for, not one request of full length.
     """
     config = rack.config
     bytes_per_block = rack.kv_bytes_per_token * rack.block_size
@@ -49,22 +52,34 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
         if config.num_kv_blocks * bytes_per_block > free:
             raise ConfigError(
                 f"num_kv_blocks={config.num_kv_blocks} take {bytes_per_block} bytes each, and "
-                f"{free} are free; choose at most {free // bytes_per_block}"
+                f"{free} are free; choose at most {max(free, 0) // bytes_per_block}"
             )
         return config.num_kv_blocks
     budget = config.kv_cache_memory_bytes
     if budget is None:
-        budget = int(free * SHARE[rack.device.type])
-        if rack.device.type == "cpu":
-            # Ranks share the memory of the host.
-            budget = min(budget, CPU_KV_BYTES) // rack.num_ranks
+        budget = _unasked(rack, free)
     elif budget > free:
         raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
-    fitting = budget // bytes_per_block
+    fitting = max(budget, 0) // bytes_per_block
     if fitting < 1:
         raise ConfigError(
             f"one KV block takes {bytes_per_block} bytes ({rack.block_size} tokens of "
             f"{rack.kv_bytes_per_token}), and {budget} are there for the pool; give "
             f"kv_cache_memory_bytes of at least {bytes_per_block}, or a smaller block_size"
         )
+    if rack.device.type == "cuda" and fitting < rack.blocks_per_sequence:
+        raise ConfigError(
+            f"one request of max_model_len={rack.max_model_len} takes "
+            f"{rack.blocks_per_sequence * bytes_per_block} bytes of KV, and {budget} are there; "
+            f"choose max_model_len of at most {fitting * rack.block_size}, or more "
+            f"gpu_memory_utilization than {config.gpu_memory_utilization}"
+        )
     return min(fitting, config.max_num_seqs * rack.blocks_per_sequence)
+
+
+def _unasked(rack: Rack, free: int) -> int:
+    """What the pool takes where nobody said how much."""
+    if rack.device.type == "cuda":
+        return free
+    # Ranks share the memory of the host.
+    return min(int(free * CPU_SHARE), CPU_KV_BYTES) // rack.num_ranks

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from rackmount.execution.memory import free_bytes, num_kv_blocks
-from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup, StepResult
+from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup
+from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
-from rackmount.loading.locate import open_checkpoint
+from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.checkpoint import Checkpoint, Report, silent
@@ -35,7 +35,9 @@ class RankProgram:
         self._worker: Worker | None = None
         manager = live.manager if live else PluginManager.discover()
         manager.prove(setup.manifest)
-        self._own = None if live else open_checkpoint(Path(setup.path), manager)
+        self._own = (
+            None if live else open_model(Path(setup.path), manager, setup.config.load_format)
+        )
         self._checkpoint = live.checkpoint if live else self._own
         self._report = live.report if live and seat.rank == 0 else silent
         if live and seat.num_ranks == 1:
@@ -44,14 +46,14 @@ class RankProgram:
             assert self._checkpoint is not None
             self._rack = draft_rack(setup.config, self._checkpoint.config, manager, seat)
 
-    def answer(self, request: Load | Carve | StepPlan) -> Loaded | Carved | StepResult:
+    def answer(self, request: Load | Carve | StepPlan) -> Loaded | Carved | PendingStep:
         if isinstance(request, Load):
             return self._load()
         assert self._worker is not None, "weights come first"
         if isinstance(request, Carve):
             return Carved(kv_bytes=self._worker.carve(request.num_kv_blocks))
-        result: StepResult = self._worker.execute(request)
-        return result
+        step: PendingStep = self._worker.execute(request)
+        return step
 
     def _load(self) -> Loaded:
         assert self._checkpoint is not None, "weights are loaded once"
@@ -60,7 +62,7 @@ class RankProgram:
         if self._own:
             self._own.close()
         return Loaded(
-            num_kv_blocks=num_kv_blocks(self._rack, free_bytes(self._rack.device) or 0),
+            num_kv_blocks=self._worker.room(),
             weight_bytes_read=self._worker.weight_bytes_read,
         )
 

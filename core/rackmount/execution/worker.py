@@ -1,109 +1,173 @@
 """The worker of one device: carries out step plans."""
 
-from typing import Any, cast
+from collections import deque
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
-from rackmount.execution.messages import StepResult
+from rackmount.execution.buffers import StepTensors
+from rackmount.execution.graphs import DecodeGraphs, sizes
+from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
+from rackmount.execution.profile import Profile, profile
+from rackmount.execution.runner import Runner
 from rackmount.execution.step import PagedStep
 from rackmount.rack import Rack
 from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
-from rackmount.sampling.request import SamplingRequest, TokenLogprobs
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 from rackmount.scheduling.plan import StepPlan
-from rackmount_registry.attention import AttentionBackend, AttentionContext
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.errors import ConfigError
-from rackmount_registry.mount import assemble, fill
-from rackmount_registry.options import instantiate
+from rackmount_registry.mount import assemble, fill, fill_randomly
 
+MAX_IN_FLIGHT = 2
+"""Steps that the engine core has under way at most."""
 MAX_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that are held at once."""
 
 
 class Worker:
-    """Weights, KV cache, persistent batch and sampler of one rank. `carve` comes before steps."""
+    """Weights, KV cache, persistent batch and sampler of one rank. `room`, then `carve`, come
+    before steps."""
 
     def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
-        if rack.device.type == "cuda" and not torch.cuda.is_available():
-            raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
+        if rack.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
+            torch.cuda.set_device(rack.device.index or 0)
         config = rack.config
         self.rack = rack
-        self._step = PagedStep(rack.device)
+        parts = rack.parts.load(rack.options)
+        step = PagedStep(rack.device)
         self.mounted = assemble(
-            rack.draft,
-            rack.parts.load(rack.options),
-            self._step,
-            device=rack.device,
-            max_positions=rack.max_model_len,
+            rack.draft, parts, step, device=rack.device, max_positions=rack.max_model_len
         )
-        self.weight_bytes_read = fill(self.mounted, checkpoint, report)
+        self.weight_bytes_read = 0
+        if config.load_format == "dummy":
+            fill_randomly(self.mounted, config.seed)
+        else:
+            self.weight_bytes_read = fill(self.mounted, checkpoint, report)
         self.batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=rack.max_model_len,
             block_size=rack.block_size,
         )
-        self._requests: dict[int, tuple[str, SamplingRequest]] = {}
+        self._requests: dict[int, Owner] = {}
         self._prompt_rows: set[int] = set()
         """Rows whose request wants prompt logprobs."""
         self._prompt_chunk = max(1, MAX_PROMPT_LOGITS // rack.draft.vocab_size)
         table = SamplingTable(config.max_num_seqs, rack.draft.vocab_size, rack.device)
-        self._sampler = Sampler(table)
-
-    def carve(self, num_kv_blocks: int) -> int:
-        """Mounts attention over a pool of so many blocks, and gives its bytes."""
-        rack = self.rack
-        context = AttentionContext(
-            block_size=rack.block_size,
-            max_num_seqs=rack.config.max_num_seqs,
-            max_num_batched_tokens=rack.config.max_num_batched_tokens,
-            max_model_len=rack.max_model_len,
-            device=rack.device,
-            dtype=rack.dtype,
-        )
-        choice = rack.attention
-        prefill = cast(AttentionBackend, instantiate(choice.prefill, rack.options, context))
-        decode = prefill
-        if choice.decode is not choice.prefill:
-            decode = instantiate(choice.decode, rack.options, context)
-        caches = [
-            torch.empty(
-                prefill.cache_shape(spec, num_kv_blocks), dtype=spec.dtype, device=rack.device
-            )
-            for spec in rack.draft.cache_specs(rack.dtype)
-        ]
-        self._step.mount(prefill, decode, caches)
-        return sum(cache.nbytes for cache in caches)
+        self._sampler = Sampler(table, parts.ops)
+        self._runner = Runner(rack, self.mounted, step, parts.ops, self.batch)
+        self._graphs: DecodeGraphs | None = None
+        self._unsettled: deque[PendingStep] = deque(maxlen=MAX_IN_FLIGHT)
+        """Steps whose tokens the host may not have yet, oldest first."""
+        self.profile = Profile(activations=0, graphs=0)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs one step. Plans come in the order in which they were scheduled."""
+    def room(self) -> int:
+        """KV blocks that there is room for; a GPU runs the largest step to find out."""
+        device, config = self.rack.device, self.rack.config
+        if device.type == "cuda":
+            self.profile = profile(self._runner, self._draw, self.batch.padding_row)
+        free = free_bytes(device, config.gpu_memory_utilization)
+        assert free is not None, f"no {device}"
+        return num_kv_blocks(self.rack, free - self.profile.activations - self.profile.graphs)
+
+    @torch.inference_mode()
+    def carve(self, num_kv_blocks: int) -> int:
+        """Takes a pool of so many blocks, captures what is to be captured, and gives the pool's
+        bytes."""
+        num_bytes = self._runner.carve(num_kv_blocks)
+        if self.rack.captures_graphs:
+            config = self.rack.config
+            self._graphs = DecodeGraphs(self._runner, self._draw, self.batch.padding_row)
+            self._graphs.capture(sizes(min(config.max_num_seqs, config.max_num_batched_tokens)))
+        return num_bytes
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> PendingStep:
+        """Begins one step. Plans come in the order in which they were scheduled."""
         self._apply(plan)
         flat = self.batch.build(plan)
-        self._step.begin(flat, self.batch.block_tables[0])
-        hidden = self.mounted.forward(torch.from_numpy(flat.token_ids).to(self.rack.device))
-        prompt_pieces = self._prompt_logprobs(plan, flat, hidden)
-        rows = flat.sample_rows
-        if not len(rows):
-            return StepResult(token_ids=np.empty(0, np.int32), prompt_logprobs=prompt_pieces)
-        logits = self.mounted.logits(hidden[torch.from_numpy(flat.logits_indices)])
-        out = self._sampler.sample(logits, rows, self.batch.num_tokens[rows], self.batch.token_ids)
-        token_ids = out.token_ids.cpu().numpy().astype(np.int32)
-        self.batch.append(rows, token_ids)
-        valid = out.valid.cpu().numpy()
-        return StepResult(
-            token_ids=token_ids,
-            failed=[self._requests[row][0] for row in rows[~valid].tolist()],
-            logprobs=self._token_logprobs(rows, out.logprobs) if out.logprobs else {},
-            prompt_logprobs=prompt_pieces,
+        if self._sampler.needs_history(flat.sample_rows):
+            for each in self._unsettled:
+                each.settle()
+        if self._graphs is not None and flat.is_decode:
+            pending = self._decode(flat, self._graphs)
+        else:
+            pending = self._run(plan, flat)
+        self._unsettled.append(pending)
+        return pending
+
+    def _decode(self, flat: FlatBatch, graphs: DecodeGraphs) -> PendingStep:
+        """A captured step; its sampling is eager where a request needs more than a draw."""
+        padded, tensors, graph = graphs.replay(flat)
+        if self._sampler.is_plain(flat.sample_rows):
+            graph.sampling.replay()
+            return self._pend(flat, graph.token_ids, flat.logits_indices, None, {})
+        token_ids, logprobs = self._sample(padded, tensors, graph.hidden)
+        return self._pend(flat, token_ids, flat.logits_indices, logprobs, {})
+
+    def _run(self, plan: StepPlan, flat: FlatBatch) -> PendingStep:
+        """An eager step."""
+        tensors, hidden = self._runner.hidden(flat)
+        prompts = self._prompt_logprobs(plan, flat, hidden)
+        if not flat.sample_rows.size:
+            return PendingStep(self.batch, None, prompts, self._mark())
+        last = hidden.index_select(0, tensors.logits_indices)
+        token_ids, logprobs = self._sample(flat, tensors, last)
+        return self._pend(flat, token_ids, slice(None), logprobs, prompts)
+
+    def _draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
+        return self._sampler.draw(logits, tensors.sample_rows, tensors.sample_positions)
+
+    def _sample(
+        self, flat: FlatBatch, tensors: StepTensors, hidden: Tensor
+    ) -> tuple[Tensor, LogprobTensors | None]:
+        """From hidden states [S, hidden] to tokens int32 [S] on the device."""
+        sampler, rows = self._sampler, flat.sample_rows
+        logits = self._runner.logits(hidden)
+        logits = sampler.process(logits, rows, flat.sample_positions, self.batch.token_ids)
+        token_ids = self._draw(logits, tensors)
+        self._runner.remember(tensors, token_ids)
+        return token_ids, sampler.finish(token_ids)
+
+    def _pend(
+        self,
+        flat: FlatBatch,
+        token_ids: Tensor,
+        places: np.ndarray | slice,
+        logprobs: LogprobTensors | None,
+        prompts: dict[str, tuple[int, int, list[LogprobTensors]]],
+    ) -> PendingStep:
+        """Sends the step's results to the host."""
+        sampled = Sampled(
+            rows=flat.sample_rows,
+            positions=flat.sample_positions,
+            tenancy=self.batch.expect(flat.sample_rows),
+            token_ids=fetch(token_ids),
+            places=places,
+            owners=[self._requests[row] for row in flat.sample_rows.tolist()],
+            logprobs=fetch_logprobs(logprobs) if logprobs else None,
         )
+        return PendingStep(self.batch, sampled, prompts, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What tells that everything until now has run; None where it has."""
+        if self.rack.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event.record()
+        return event
 
     def _apply(self, plan: StepPlan) -> None:
         self.batch.apply(plan)
+        self._runner.buffers.grow(plan)
         table = self._sampler.table
         for row in plan.released:
             self._requests.pop(row, None)
@@ -126,20 +190,14 @@ class Worker:
                 bad_words_ids=sampling.bad_words_ids,
                 stop_ids=sampling.stop_ids,
             )
-
-    def _token_logprobs(
-        self, rows: np.ndarray, tensors: LogprobTensors
-    ) -> dict[str, TokenLogprobs]:
-        owners = [self._requests[row] for row in rows[tensors.rows].tolist()]
-        counts = [sampling.params.logprobs or 0 for _, sampling in owners]
-        listed = _listed(tensors, counts)
-        return {request_id: entry for (request_id, _), entry in zip(owners, listed, strict=True)}
+        table.flush()
 
     def _prompt_logprobs(
         self, plan: StepPlan, flat: FlatBatch, hidden: Tensor
-    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
-        """For the rows that ask: of every prompt token whose predecessor this step computed."""
-        pieces: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+    ) -> dict[str, tuple[int, int, list[LogprobTensors]]]:
+        """For the rows that ask: of every prompt token whose predecessor this step computed, by
+        request: its position, how many likely ones are wanted, and the values in pieces."""
+        pieces: dict[str, tuple[int, int, list[LogprobTensors]]] = {}
         if not self._prompt_rows:
             return pieces
         for index, row in enumerate(plan.rows.tolist()):
@@ -152,31 +210,18 @@ class Worker:
             last = min(first + end - begin, int(self.batch.num_prompt_tokens[row]))
             if first >= last:
                 continue
-            targets = torch.from_numpy(self.batch.token_ids[row, first:last].astype(np.int64))
-            pieces[request_id] = first, []
-            for some, ids in zip(
+            targets = self.batch.token_ids[row, first:last].astype(np.int64)
+            chunks = zip(
                 torch.split(hidden[begin : begin + last - first], self._prompt_chunk),
-                torch.split(targets.to(self.rack.device), self._prompt_chunk),
+                torch.split(upload(targets, self.rack.device), self._prompt_chunk),
                 strict=True,
-            ):
-                tensors = prompt_logprobs(self.mounted.logits(some), ids, num)
-                pieces[request_id][1].extend(_listed(tensors, [num] * len(ids)))
+            )
+            pieces[request_id] = (
+                first,
+                num,
+                [
+                    fetch_logprobs(prompt_logprobs(self._runner.logits(some), ids, num))
+                    for some, ids in chunks
+                ],
+            )
         return pieces
-
-
-def _listed(tensors: LogprobTensors, counts: list[int]) -> list[TokenLogprobs]:
-    """As plain values: the token itself, and the first `counts[i]` of the most likely ones."""
-    columns: tuple[Any, ...] = (
-        tensors.token_ids.tolist(),
-        tensors.logprobs.tolist(),
-        tensors.ranks.tolist(),
-    )
-    return [
-        TokenLogprobs(
-            token_id=ids[0],
-            logprob=values[0],
-            rank=rank,
-            top=dict(zip(ids[1 : 1 + count], values[1 : 1 + count], strict=True)),
-        )
-        for ids, values, rank, count in zip(*columns, counts, strict=True)
-    ]

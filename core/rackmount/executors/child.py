@@ -4,6 +4,7 @@ import os
 import threading
 import time
 import traceback
+from collections import deque
 from contextlib import suppress
 from datetime import timedelta
 from mmap import mmap
@@ -11,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
+from rackmount.executors.answers import Answers
 from rackmount.executors.frames import REQUEST, Frame, Kind, Orders, Trouble
 from rackmount.executors.ring import RingClosed, RingReader
 from rackmount_registry.executor import Codec, Program
@@ -63,13 +65,19 @@ def _serve(orders: Orders, line: Connection, ring: RingReader) -> None:
     factory = import_attribute(orders.program, "the program of the ranks")
     program: Program = factory(seat, codec.decode(orders.payload), None)
     tell(Kind.ANSWER)
+    answers = Answers()
+    asked: deque[tuple[int, bool]] = deque()
+    """Of each answer, the number of its request and whether all ranks give it."""
     try:
         while True:
+            while answers and not ring.wait(answers.ready):
+                answer = answers.take()
+                number, all_answer = asked.popleft()
+                if all_answer or orders.rank == 0:
+                    tell(Kind.ANSWER, number, codec.encode(answer))
             message = ring.read()
-            number, all_answer = REQUEST.unpack_from(message)
-            answer = program.answer(codec.decode(message[REQUEST.size :]))
-            if all_answer or orders.rank == 0:
-                tell(Kind.ANSWER, number, codec.encode(answer))
+            asked.append(REQUEST.unpack_from(message))
+            answers.put(program.answer(codec.decode(message[REQUEST.size :])))
     finally:
         program.close()
         leave()

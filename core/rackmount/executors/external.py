@@ -1,6 +1,8 @@
 """Ranks that a launcher has started, torchrun or another that sets the same variables."""
 
 import os
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rackmount.executors.answers import Answers, attempt
+from rackmount.executors.ring import NAP_S
 from rackmount.executors.torch_group import PATIENCE, leave, take_seat
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.executor import Codec, Launch, Program
@@ -38,6 +42,7 @@ class ExternalExecutor:
         payload = self._codec.decode(self._wire.spread(self._codec.encode(launch.payload)))
         factory = import_attribute(launch.program, "the program of the ranks")
         self._program: Program = factory(seat, payload, launch.live)
+        self._answers = Answers()
         self._end = weakref.finalize(self, _end, self._wire, self._program.close)
         if rank:
             self._serve()
@@ -45,23 +50,36 @@ class ExternalExecutor:
 
     def call(self, request: Any) -> list[Any]:
         self._wire.spread(b"\1" + self._codec.encode(request))
-        own = self._program.answer(request)
+        self._answers.put(attempt(self._program, request))
+        own = self._answers.take()
         return [own, *(self._codec.decode(answer) for answer in self._wire.take_all())]
 
-    def step(self, request: Any) -> Any:
+    def submit(self, request: Any) -> None:
         self._wire.spread(b"\0" + self._codec.encode(request))
-        return self._program.answer(request)
+        self._answers.put(attempt(self._program, request))
+
+    def collect(self) -> Any:
+        return self._answers.take()
+
+    def forget(self) -> None:
+        self._answers.forget()
 
     def close(self) -> None:
         self._end()
 
     def _serve(self) -> None:
         """Requests of rank 0, until an empty one."""
-        while message := self._wire.spread(b""):
-            answer = self._program.answer(self._codec.decode(message[1:]))
+        while message := self._wire.follow(self._take_ready):
+            self._answers.put(self._program.answer(self._codec.decode(message[1:])))
             if message[0]:
-                self._wire.give(self._codec.encode(answer))
+                self._wire.give(self._codec.encode(self._answers.take()))
         self._end()
+
+    def _take_ready(self) -> bool:
+        """Takes what answers are there, for their errors. Gives whether more are to come."""
+        while self._answers and self._answers.ready():
+            self._answers.take()
+        return bool(self._answers)
 
 
 class _Wire:
@@ -76,6 +94,22 @@ class _Wire:
         if self._group is None:
             return message
         return self._pass(message, lambda t: dist.broadcast(t, 0, group=self._group))
+
+    def follow(self, busy: Callable[[], bool]) -> bytes:
+        """What rank 0 spreads next. `busy` is called now and then, as long as it is true; the
+        process ends where it raises."""
+
+        def move(t: Tensor) -> None:
+            work = dist.broadcast(t, 0, group=self._group, async_op=True)
+            try:
+                while busy() and not work.is_completed():
+                    time.sleep(NAP_S)
+            except BaseException:
+                sys.excepthook(*sys.exc_info())
+                os._exit(1)  # in order, it would wait for rank 0's next word
+            work.wait()
+
+        return self._pass(b"", move)
 
     def give(self, message: bytes) -> None:
         """To rank 0, which takes it."""

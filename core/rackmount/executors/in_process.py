@@ -2,24 +2,34 @@
 
 from typing import Any
 
+from rackmount.executors.answers import Answers, attempt
 from rackmount_registry.axes import Solo
 from rackmount_registry.executor import Launch, Program, Seat
 from rackmount_registry.offers import import_attribute
 
 
 class InProcessExecutor:
-    """A `rackmount_registry.executor.Executor`. A step that raises leaves it usable."""
+    """A `rackmount_registry.executor.Executor`. A request that raises leaves it usable."""
 
     def __init__(self, launch: Launch) -> None:
         seat = Seat(rank=0, num_ranks=1, device=launch.device, group=Solo())
         factory = import_attribute(launch.program, "the program of the ranks")
         self._program: Program = factory(seat, launch.payload, launch.live)
+        self._answers = Answers()
 
     def call(self, request: Any) -> list[Any]:
-        return [self._program.answer(request)]
+        self.submit(request)
+        return [self.collect()]
 
-    def step(self, request: Any) -> Any:
-        return self._program.answer(request)
+    def submit(self, request: Any) -> None:
+        self._answers.put(attempt(self._program, request))
+
+    def collect(self) -> Any:
+        return self._answers.take()
+
+    def forget(self) -> None:
+        self._answers.forget()
 
     def close(self) -> None:
+        self._answers.forget()
         self._program.close()

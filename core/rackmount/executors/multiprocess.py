@@ -3,7 +3,7 @@
 import os
 import time
 import weakref
-from collections.abc import Iterable
+from collections import defaultdict
 from typing import Any, NoReturn
 
 import msgspec
@@ -38,6 +38,11 @@ class MultiprocessExecutor:
         self._options = options
         self._codec: Codec = import_attribute(launch.codec, "the codec of the ranks")()
         self._number = 0
+        """Of the newest request."""
+        self._oldest = 1
+        """Number of the first request whose answers are not collected."""
+        self._answers: dict[int, dict[int, bytes]] = defaultdict(dict)
+        """By number and rank, as they have come."""
         self._failure: RankError | None = None
         self._all_joined = False
         self._crew = Crew(launch.num_ranks)
@@ -66,41 +71,54 @@ class MultiprocessExecutor:
             raise
 
     def call(self, request: Any) -> list[Any]:
-        return self._ask(request, range(self._crew.num_ranks))
+        self._send(request, all_answer=True)
+        return self._collect(self._crew.num_ranks)
 
-    def step(self, request: Any) -> Any:
-        return self._ask(request, (0,))[0]
+    def submit(self, request: Any) -> None:
+        self._send(request, all_answer=False)
+
+    def collect(self) -> Any:
+        self._check_open()
+        return self._collect(1)[0]
+
+    def forget(self) -> None:
+        self._oldest = self._number + 1
+        self._answers.clear()
 
     def close(self) -> None:
         self._end()
 
-    def _ask(self, request: Any, ranks: Iterable[int]) -> list[Any]:
-        """The answers of `ranks` to a request of all."""
+    def _send(self, request: Any, *, all_answer: bool) -> None:
+        self._check_open()
+        self._number += 1
+        header = REQUEST.pack(self._number, all_answer)
+        try:
+            # A rank that is full of answers reads no further: they are heard meanwhile.
+            self._crew.send(header + self._codec.encode(request), lambda: self._hear(0))
+        except RingClosed:
+            self._fail([])
+
+    def _collect(self, num_ranks: int) -> list[Any]:
+        """What the first `num_ranks` answer to the oldest request, in rank order."""
+        assert self._oldest <= self._number, "nothing was submitted"
+        while len(answers := self._answers[self._oldest]) < num_ranks:
+            self._hear(POLL_S)
+        del self._answers[self._oldest]
+        self._oldest += 1
+        return [self._codec.decode(answers[rank]) for rank in range(num_ranks)]
+
+    def _hear(self, timeout_s: float) -> None:
+        """Keeps the answers that come next, but those that nobody waits for any more."""
+        for frame in self._frames(timeout_s):
+            assert frame.kind is Kind.ANSWER and frame.number <= self._number, frame
+            if frame.number >= self._oldest:
+                self._answers[frame.number][frame.rank] = frame.body
+
+    def _check_open(self) -> None:
         if self._failure:
             raise RankError(self._failure.rank, f"all ranks have ended, since {self._failure}")
         if self._crew.ended:
             raise RankError(0, "all ranks have ended: the executor is closed")
-        self._number += 1
-        expected = set(ranks)
-        header = REQUEST.pack(self._number, len(expected) > 1)
-        try:
-            self._crew.send(header + self._codec.encode(request), self._check_signs)
-        except RingClosed:
-            self._fail([])
-        return self._collect(self._number, expected)
-
-    def _collect(self, number: int, ranks: Iterable[int]) -> list[Any]:
-        """Answers to request `number`, in rank order. Answers to earlier ones, whose wait was
-        interrupted, are dropped."""
-        answers: dict[int, bytes] = dict.fromkeys(ranks, b"")
-        missing = set(answers)
-        while missing:
-            for frame in self._frames():
-                assert frame.kind is Kind.ANSWER and frame.number <= number, frame
-                if frame.number == number:
-                    answers[frame.rank] = frame.body
-                    missing.remove(frame.rank)
-        return [self._codec.decode(body) for body in answers.values()]
 
     def _await_programs(self) -> None:
         """Until the program of every rank stands. Building it takes as long as it takes; only the
@@ -118,13 +136,13 @@ class MultiprocessExecutor:
                     f"{self._options.start_timeout_s} s, the start_timeout_s of "
                     "executor.multiprocess",
                 )
-            for frame in self._frames():
+            for frame in self._frames(POLL_S):
                 seen[frame.rank] = frame.kind
         self._all_joined = True
 
-    def _frames(self) -> list[Frame]:
-        """What ranks say next, if they do so soon. Raises where one is in trouble."""
-        frames = self._crew.receive(POLL_S)
+    def _frames(self, timeout_s: float) -> list[Frame]:
+        """What ranks say next, if they do so in time. Raises where one is in trouble."""
+        frames = self._crew.receive(timeout_s)
         if troubles := [frame for frame in frames if frame.kind >= Kind.ERROR]:
             self._fail(troubles)
         if not frames:

@@ -18,6 +18,8 @@ RING_BYTES = NUM_SLOTS * SLOT_BYTES
 
 _HEADER = struct.Struct("<QQ")
 """The slot's number since the start, and the bytes of the message from here on."""
+NAP_S = 1e-4
+"""Between two looks at what has no pipe to wait for."""
 _ROOM = SLOT_BYTES - _HEADER.size
 _POLL_MS = 250
 
@@ -106,6 +108,19 @@ class RingReader:
             rest, part = self._read_slot()
             parts.append(part)
         return b"".join(parts)
+
+    def wait(self, other: Callable[[], bool]) -> bool:
+        """Until `other` is true, or a message has come: gives whether it was the message. Looks at
+        both all the time for `spin_s`, then now and then."""
+        deadline = time.monotonic() + self._spin_s
+        while not other():
+            if self._num_ready or self._poll.poll(0):
+                return True
+            if time.monotonic() < deadline:
+                os.sched_yield()
+            else:
+                select.select((self._written,), (), (), NAP_S)
+        return False
 
     def _read_slot(self) -> tuple[int, bytes]:
         """(bytes of the message from this slot on, those in it)."""

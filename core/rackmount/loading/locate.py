@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
 
+from rackmount.loading.dummy import DummyCheckpoint
 from rackmount.loading.safetensors_reader import read_json
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.descriptors import CheckpointReader, ModelSource
@@ -92,6 +93,18 @@ def read_config(path: Path, manager: PluginManager) -> Mapping[str, Any]:
         return checkpoint.config
     finally:
         checkpoint.close()
+
+
+def open_model(path: Path, manager: PluginManager, load_format: str) -> Checkpoint:
+    """The checkpoint at `path`; of the format "dummy" its configuration alone, and `path` may hold
+    no more than that.
+
+    Raises:
+        CheckpointError: as for `open_checkpoint` and `read_config`.
+    """
+    if load_format == "dummy":
+        return DummyCheckpoint(read_config(path, manager))
+    return open_checkpoint(path, manager)
 
 
 def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:

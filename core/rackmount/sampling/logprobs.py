@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.sampling.order import largest
+from rackmount_registry.sampling.order import largest
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rackmount.device import upload
 from rackmount.sampling.params import SamplingParams
 
 
@@ -34,11 +35,12 @@ class Penalties:
             self._grow()
         slot = self._slots[row] = self._free.pop()
         self._factors[row] = factors
-        size = self._in_prompt.shape[1]
-        outputs = np.bincount(np.asarray(output_token_ids, np.int64), minlength=size)
-        prompt = np.bincount(np.asarray(prompt_token_ids, np.int64), minlength=size)
-        self._num_output[slot] = torch.from_numpy(outputs).to(self._num_output)
-        self._in_prompt[slot] = torch.from_numpy(prompt > 0).to(self._in_prompt)
+        tokens = np.array([*prompt_token_ids, *output_token_ids], np.int64)
+        ids = upload(tokens, self._in_prompt.device)
+        prompt, outputs = ids[: len(prompt_token_ids)], ids[len(prompt_token_ids) :]
+        ones = torch.ones_like(outputs, dtype=torch.int32)
+        self._num_output[slot].zero_().scatter_add_(0, outputs, ones)
+        self._in_prompt[slot].zero_().index_fill_(0, prompt, True)
 
     def release(self, row: int) -> None:
         """Gives the row's slot back, if it has one."""
@@ -46,14 +48,20 @@ class Penalties:
             self._free.append(int(self._slots[row]))
             self._slots[row] = -1
 
+    def asked(self, rows: np.ndarray) -> np.ndarray:
+        """Which of the rows [R] asked for a penalty: bool [R]."""
+        asked: np.ndarray = self._slots[rows] >= 0
+        return asked
+
     def apply(self, logits: Tensor, rows: np.ndarray) -> None:
-        """Changes logits [R, V] in place, of those among rows [R] that asked."""
-        asked = np.flatnonzero(self._slots[rows] >= 0)
+        """Changes logits [R or more, V] in place, of those among rows [R] that asked."""
+        asked = np.flatnonzero(self.asked(rows))
         if not len(asked):
             return
         at, slots = self._indices(rows, asked)
         factors = self._factors[rows[asked]]
-        repetition, frequency, presence = torch.from_numpy(factors).to(logits).T.unsqueeze(-1)
+        given = upload(factors, logits.device).to(logits.dtype)
+        repetition, frequency, presence = given.T.unsqueeze(-1)
         x, num_output = logits[at], self._num_output[slots]
         in_output = num_output > 0
         if (factors[:, 0] != 1).any():
@@ -64,16 +72,15 @@ class Penalties:
         logits[at] = x
 
     def observe(self, rows: np.ndarray, token_ids: Tensor) -> None:
-        """Counts the tokens [R] that were sampled for rows [R]."""
-        asked = np.flatnonzero(self._slots[rows] >= 0)
+        """Counts the tokens [R or more] that were sampled for rows [R]; one of -1 as id 0."""
+        asked = np.flatnonzero(self.asked(rows))
         if len(asked):
             at, slots = self._indices(rows, asked)
-            self._num_output[slots, token_ids[at]] += 1
+            self._num_output[slots, token_ids[at].clamp(min=0).long()] += 1
 
-    def _indices(self, rows: np.ndarray, asked: np.ndarray) -> tuple[Tensor, Tensor]:
-        device = self._in_prompt.device
-        slots = torch.from_numpy(self._slots[rows[asked]]).to(device)
-        return torch.from_numpy(asked).to(device), slots
+    def _indices(self, rows: np.ndarray, asked: np.ndarray) -> Tensor:
+        """Places in the batch and slots: int64 [2, asked]."""
+        return upload(np.stack((asked, self._slots[rows[asked]])), self._in_prompt.device)
 
     def _grow(self) -> None:
         size, width = self._in_prompt.shape

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rackmount.device import upload
 from rackmount.sampling.table import SamplingTable
 
 
@@ -23,7 +24,7 @@ def apply_rules(
     asked = np.flatnonzero(table.has_rules[rows]).tolist()
     masks = [(at, banned) for at in asked if (banned := table.rules[rows[at]].banned) is not None]
     if masks:
-        index = torch.tensor([at for at, _ in masks], device=logits.device)
+        index = upload(np.array([at for at, _ in masks]), logits.device)
         banned = torch.stack([mask for _, mask in masks])
         logits[index] = logits[index].masked_fill_(banned, -torch.inf)
     bans: list[tuple[int, int]] = []
@@ -40,7 +41,8 @@ def apply_rules(
     if bans:
         logits[_pairs(bans, logits.device)] = -torch.inf
     if biases:
-        logits[_pairs(biases, logits.device)] += torch.tensor(values).to(logits)
+        bias = upload(np.array(values, np.float32), logits.device)
+        logits[_pairs(biases, logits.device)] += bias.to(logits.dtype)
 
 
 def completions(words: Sequence[Sequence[int]], history: np.ndarray) -> list[int]:
@@ -51,5 +53,5 @@ def completions(words: Sequence[Sequence[int]], history: np.ndarray) -> list[int
 
 
 def _pairs(pairs: list[tuple[int, int]], device: torch.device) -> tuple[Tensor, Tensor]:
-    at, ids = torch.tensor(pairs, device=device).T
+    at, ids = upload(np.array(pairs), device).T
     return at, ids

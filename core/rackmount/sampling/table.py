@@ -2,26 +2,18 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from rackmount.device import upload
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.penalties import Penalties
+from rackmount_registry.sampling import Draw, SamplingState
 
-
-class Draw(IntEnum):
-    """How a row's token is found: by its own parameters, never by its batch-mates'."""
-
-    GREEDY = 0
-    WHOLE = 1
-    """From the whole vocabulary, unordered: neither top-k nor top-p."""
-    TOP_K = 2
-    """From the k most likely tokens."""
-    TOP_P = 3
-    """From the whole vocabulary in order: top-p without top-k."""
+Numbers = tuple[float, float, float, float]
+"""A row of `SamplingState.numbers`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +30,27 @@ class LogitRules:
 
 
 class SamplingTable:
-    """Per-row state for `max_num_seqs` slots; a step names the rows that it samples.
+    """Per-row state for `max_num_seqs` requests and one row more, for padding, which asks for
+    nothing; a step names the rows that it samples.
 
-    Plain numbers are numpy arrays, gathered by row each step; what few requests ask for is held
-    for their rows alone.
+    What the device reads is in `state`, as of the last `flush`. What the host decides by is in
+    numpy arrays, and what few requests ask for is held for their rows alone.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        size = max_num_seqs + 1
         self.vocab_size = vocab_size
         self.device = device
-        self.draws = np.zeros(max_num_seqs, np.int8)
-        self.numbers = np.zeros((max_num_seqs, 4))
-        """Temperature, top_k (off: the vocabulary's size), top_p (off: 2), log(min_p)."""
-        self.seeds = np.zeros(max_num_seqs, np.uint64)
-        self.num_logprobs = np.full(max_num_seqs, -1)
+        self.state = SamplingState.greedy(max_num_seqs, device)
+        self._changed: dict[int, tuple[Draw, Numbers, int]] = {}
+        """Draw, numbers and seed of the rows that `state` does not have yet."""
+        self.num_logprobs = np.full(size, -1)
         """-1: none are wanted."""
-        self.has_rules = np.zeros(max_num_seqs, bool)
+        self.has_rules = np.zeros(size, bool)
+        self.reads_history = np.zeros(size, bool)
+        """Rows whose rules read the tokens before the position."""
         self.rules: dict[int, LogitRules] = {}
-        self.penalties = Penalties(max_num_seqs, vocab_size, device)
+        self.penalties = Penalties(size, vocab_size, device)
 
     def admit(
         self,
@@ -75,16 +70,15 @@ class SamplingTable:
         bans: `params.stop_ids(eos_token_ids)`.
         """
         self.release(row)
-        self.seeds[row] = seed
+        self._changed[row] = *self._draw(params), seed
         if params.logprobs is not None:
             self.num_logprobs[row] = params.logprobs
-        if not params.greedy:
-            self._admit_draw(row, params)
         self.penalties.admit(row, params, prompt_token_ids, output_token_ids)
         bias = dict(params.logit_bias or {})
         stop_ids = list(stop_ids) if params.min_tokens else []
         if bias or bad_words_ids or stop_ids or params.allowed_token_ids is not None:
             self.has_rules[row] = True
+            self.reads_history[row] = any(len(word) > 1 for word in bad_words_ids)
             self.rules[row] = LogitRules(
                 banned=self._banned(params.allowed_token_ids),
                 bias=bias,
@@ -95,27 +89,48 @@ class SamplingTable:
 
     def release(self, row: int) -> None:
         """Frees a row and all that it holds; a free row may be released again."""
-        self.draws[row] = Draw.GREEDY
+        self._changed.pop(row, None)
         self.num_logprobs[row] = -1
-        self.has_rules[row] = False
+        self.has_rules[row] = self.reads_history[row] = False
         self.rules.pop(row, None)
         self.penalties.release(row)
 
-    def _admit_draw(self, row: int, params: SamplingParams) -> None:
+    def flush(self) -> None:
+        """Brings `state` up to date, in the order of the stream: before the next sampling.
+
+        One copy carries all rows that were admitted since; nothing where none was.
+        """
+        if not self._changed:
+            return
+        packed = np.empty((len(self._changed), 7), np.int64)
+        numbers = packed[:, 3:].view(np.float64)
+        for at, (row, (draw, four, seed)) in enumerate(self._changed.items()):
+            packed[at, :2] = row, draw
+            packed[at, 2:3] = np.array([seed], np.uint64).view(np.int64)
+            numbers[at] = four
+        self._changed.clear()
+        given = upload(packed, self.device)
+        rows = given[:, 0]
+        self.state.draws[rows] = given[:, 1].to(torch.int8)
+        self.state.seeds[rows] = given[:, 2]
+        self.state.numbers[rows] = given[:, 3:].view(torch.float64)
+
+    def _draw(self, params: SamplingParams) -> tuple[Draw, Numbers]:
+        """What `state` holds of a request's parameters."""
+        if params.greedy:
+            return Draw.GREEDY, (0, 0, 0, 0)
         top_k = min(params.top_k, self.vocab_size) if params.top_k > 0 else self.vocab_size
         top_p = params.top_p if params.top_p < 1 else 2  # clear of the rounding of a total
         # Within float32; a temperature of 1e30 is as flat as any above.
         temperature = min(params.temperature, 1e30)
-        min_logit = np.log(params.min_p) if params.min_p else -np.inf
-        self.numbers[row] = temperature, top_k, top_p, min_logit
+        min_logit = float(np.log(params.min_p)) if params.min_p else -np.inf
+        numbers = temperature, top_k, top_p, min_logit
         if top_k < self.vocab_size:
-            self.draws[row] = Draw.TOP_K
-        else:
-            self.draws[row] = Draw.TOP_P if top_p < 1 else Draw.WHOLE
+            return Draw.TOP_K, numbers
+        return Draw.TOP_P if top_p < 1 else Draw.WHOLE, numbers
 
     def _banned(self, allowed: list[int] | None) -> Tensor | None:
         if allowed is None:
             return None
         banned = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
-        banned[torch.tensor(allowed, device=self.device)] = False
-        return banned
+        return banned.index_fill_(0, upload(np.array(allowed), self.device), False)

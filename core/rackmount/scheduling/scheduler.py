@@ -69,6 +69,10 @@ class Scheduler:
         """Whether any request waits or runs."""
         return bool(self._requests)
 
+    def has(self, request_id: str) -> bool:
+        """Whether that request waits or runs."""
+        return request_id in self._requests
+
     @property
     def request_ids(self) -> list[str]:
         """Of the requests that wait or run."""
@@ -325,6 +329,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         """Takes everything from a request and queues it again, to be recomputed."""
+        assert not self._in_flight, "its last token is not known yet"
         self._leave(request)
         request.state = RequestState.WAITING
         insort(self._waiting, request, key=_order)

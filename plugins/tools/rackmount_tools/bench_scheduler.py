@@ -81,7 +81,8 @@ class Run:
         flat = self._batch.build(plan)
         built = time.process_time_ns()
         tokens = self._tokens[: flat.sample_rows.size]
-        self._batch.append(flat.sample_rows, tokens)
+        tenancy = self._batch.expect(flat.sample_rows)
+        self._batch.fill(flat.sample_rows, flat.sample_positions, tokens, tenancy)
         self._scheduler.update(plan, tokens)
         return scheduled - begin, built - scheduled, time.process_time_ns() - built
 

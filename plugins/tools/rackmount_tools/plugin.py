@@ -3,14 +3,21 @@
 from rackmount_registry import hookimpl
 from rackmount_registry.descriptors import CliCommand
 
+BENCHES = {
+    "latency": "prefill and decode steps, beside the least time they could take",
+    "throughput": "output tokens per second of many requests",
+    "interference": "time between tokens while long prompts arrive",
+    "startup": "from the start of a process to its first token",
+    "kernels": "linear kernels at the shapes of a model",
+    "scheduler": "CPU time of a decode step without a model",
+}
+
 
 @hookimpl
 def cli_commands() -> list[CliCommand]:
     return [
         CliCommand(
-            name="scheduler",
-            group="bench",
-            factory="rackmount_tools.bench_scheduler:bench",
-            summary="CPU time of a decode step without a model",
+            name=name, group="bench", factory=f"rackmount_tools.bench_{name}:bench", summary=summary
         )
+        for name, summary in BENCHES.items()
     ]

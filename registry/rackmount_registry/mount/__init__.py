@@ -6,7 +6,16 @@ draft (construct, survey, cut) -> select parts -> assemble (bind, trace, fuse, a
 
 from rackmount_registry.mount.assemble import Mounted, assemble
 from rackmount_registry.mount.draft import Draft, draft
-from rackmount_registry.mount.fill import fill
+from rackmount_registry.mount.fill import fill, fill_randomly
 from rackmount_registry.mount.parts import PartsChoice, select_parts
 
-__all__ = ["Draft", "Mounted", "PartsChoice", "assemble", "draft", "fill", "select_parts"]
+__all__ = [
+    "Draft",
+    "Mounted",
+    "PartsChoice",
+    "assemble",
+    "draft",
+    "fill",
+    "fill_randomly",
+    "select_parts",
+]

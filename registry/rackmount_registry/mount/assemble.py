@@ -40,6 +40,7 @@ def assemble(
         ops=parts.ops,
         step=step,
         linear=parts.linear,
+        epilogues=parts.epilogues,
         experts=parts.experts,
         max_positions=max_positions,
         dtype=draft.dtype,

@@ -1,14 +1,15 @@
-"""Weights: streamed from the checkpoint into their storages, and accounted for to the last
-tensor."""
+"""Weights: streamed from the checkpoint into their storages and accounted for to the last
+tensor; or drawn at random, where speed alone is of interest."""
 
 import re
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
-from rackmount_registry.errors import CheckpointError
+from rackmount_registry.errors import CheckpointError, ConfigError
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.nn.embedding import OutputHead
@@ -17,6 +18,8 @@ from rackmount_registry.nn.storage import Piece, Storage
 MAX_LISTED = 8
 COMPARED_AT_ONCE = 2**22
 """Values of a tied head and of the embedding that are held against each other together."""
+RANDOM_STD = 0.02
+"""Standard deviation of random weights."""
 
 
 def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> int:
@@ -42,12 +45,63 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
             read += _read(checkpoint, piece, storage)
         done += storage.num_bytes(draft.dtype)
         report("load", done, total)
+    _finish(draft)
+    return read
+
+
+def fill_randomly(mounted: Mounted, seed: int) -> None:
+    """Gives every weight of this rank random numbers N(0, 0.02), and norms the scale 1.
+
+    A tensor's numbers follow from `seed`, its name and its shape, so every run draws the same on
+    one kind of device, and ranks hold shares of one model. A tied head stays tied. Nothing is read.
+
+    Raises:
+        ConfigError: quantized weights; random bits are no weights.
+        CheckpointError: a tensor of the model that is not in a socket.
+    """
+    draft = mounted.draft
+    storages = list(draft.storages())
+    if quantized := [s.pieces[0].name for s in storages if not _is_drawable(s.dtype)]:
+        raise ConfigError(
+            "random weights are plain floats alone, and these are quantized: "
+            f"{_listed(quantized)}; leave the quantization out of config.json"
+        )
+    random = torch.Generator(mounted.device)
+    for storage in storages:
+        storage.allocate(mounted.device, draft.dtype)
+        for piece in storage.pieces:
+            _draw(piece, storage.tensor[piece.where], random, seed)
+    _finish(draft)
+
+
+def _is_drawable(dtype: str | None) -> bool:
+    """Whether `dtype` is the model's own, or a float of 16 bits or more."""
+    return dtype is None or (getattr(torch, dtype).is_floating_point and "float8" not in dtype)
+
+
+def _draw(piece: Piece, target: Tensor, random: torch.Generator, seed: int) -> None:
+    """Fills `target`, this rank's share of `piece`. Vectors that are called weights scale norms."""
+    if len(piece.shape) == 1 and piece.name.endswith(".weight"):
+        target.fill_(1)
+        return
+    digest = blake2b(f"{seed} {piece.name}".encode(), digest_size=8).digest()
+    random.manual_seed(int.from_bytes(digest) >> 1)
+    if target.dim() > len(piece.shape):
+        target = target[0]  # one of the experts
+    if target.shape == piece.shape and target.is_contiguous():
+        target.normal_(0, RANDOM_STD, generator=random)
+    else:
+        whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
+        target.copy_(whole.normal_(0, RANDOM_STD, generator=random)[piece.index])
+
+
+def _finish(draft: Draft) -> None:
+    """Makes filled weights ready to run."""
     for socket in draft.sockets:
         socket.finish()
     left = [name for name, tensor in _own_tensors(draft.model) if tensor.device.type == "meta"]
     if left:
         raise CheckpointError(f"the model holds tensors that nothing fills: {_listed(left)}")
-    return read
 
 
 def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) -> None:
@@ -149,7 +203,7 @@ def _read(checkpoint: Checkpoint, piece: Piece, storage: Storage) -> int:
     return data.nbytes
 
 
-def _own_tensors(model: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def _own_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_parameters()
     yield from model.named_buffers()
 

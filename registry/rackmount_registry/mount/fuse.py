@@ -1,8 +1,10 @@
 """Trace once, fuse along the edges: textbook code in, fused step out.
 
-Today's edge: a sum that a norm reads becomes one `add_rms_norm`; where one side of the sum comes
-from a row-parallel product, the reduction over its ranks moves into the fused operation, so that a
-kernel may do all three.
+The edges:
+- a sum that a norm reads becomes one `add_rms_norm`. Where one side of the sum comes from a
+  row-parallel product, the reduction over its ranks moves into the fused operation, so that a
+  kernel may do all three; where it comes from a whole product whose kernel can add, that may.
+- `silu(gate) * up` of one merged product moves into its kernel, if that can.
 """
 
 import operator
@@ -10,6 +12,8 @@ import operator
 from torch import Tensor, fx, nn
 
 from rackmount_registry.axes import Group
+from rackmount_registry.nn.linear import Gemm, Linear, MergedLinear
+from rackmount_registry.nn.mlp import SiluMul
 from rackmount_registry.nn.norm import Norm
 from rackmount_registry.nn.param import Param
 from rackmount_registry.nn.socket import Socket, reduce_over
@@ -35,6 +39,33 @@ class ReduceAddNorm(nn.Module):
         return self.norm.ops.add_rms_norm(x, residual, self.norm.scale.tensor, self.norm.eps)
 
 
+class GemmAddNorm(nn.Module):
+    """(x, residual) -> (norm(product of x + residual), the sum itself)."""
+
+    def __init__(self, gemm: Gemm, norm: Norm) -> None:
+        super().__init__()
+        self.gemm = gemm
+        self.norm = norm
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.norm
+        if self.gemm.adds(len(x)):
+            total = self.gemm.add(x, residual)
+            return norm(total), total
+        return norm.ops.add_rms_norm(self.gemm(x), residual, norm.scale.tensor, norm.eps)
+
+
+class GemmSiluMul(nn.Module):
+    """x -> silu(first part) * second part of one product."""
+
+    def __init__(self, gemm: Gemm) -> None:
+        super().__init__()
+        self.gemm = gemm
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gemm.silu_mul(x)
+
+
 def fuse(model: nn.Module) -> fx.GraphModule:
     """The fused step of `model`, whose sockets are bound. Marks sockets whose reduction has moved
     as `deferred`."""
@@ -43,6 +74,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
     for number, node in enumerate(list(graph.nodes)):
         if _adds_rows(traced, node) and (norm := _first_norm(traced, node)) is not None:
             _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
+        elif (merged := _activated_product(traced, node)) is not None:
+            _fuse_silu_mul(traced, merged, node, f"gemm_silu_mul_{number}")
     graph.lint()
     traced.recompile()
     return traced
@@ -74,16 +107,21 @@ def _module(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
 def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, name: str) -> None:
     residual, x = add.args
     assert isinstance(residual, fx.Node) and isinstance(x, fx.Node)
-    if _reduces_here(traced, residual, add):
+    if _reduces_here(traced, residual, add) or _gemm_that_adds(traced, residual, add):
         residual, x = x, residual
-    groups: tuple[Group, ...] = ()
-    if _reduces_here(traced, x, add):
-        producer = _module(traced, x)
-        assert isinstance(producer, Socket)
-        groups, producer.deferred = producer.pending, True
     norm = _module(traced, norm_node)
     assert isinstance(norm, Norm)
-    traced.add_submodule(name, ReduceAddNorm(norm, groups))
+    product: fx.Node | None = None
+    fused: nn.Module = ReduceAddNorm(norm, ())
+    if (gemm := _gemm_that_adds(traced, x, add)) is not None:
+        product, fused = x, GemmAddNorm(gemm, norm)
+        (x,) = product.args
+    elif _reduces_here(traced, x, add):
+        producer = _module(traced, x)
+        assert isinstance(producer, Socket)
+        producer.deferred = True
+        fused = ReduceAddNorm(norm, producer.pending)
+    traced.add_submodule(name, fused)
     with traced.graph.inserting_after(add):
         both = traced.graph.call_module(name, (x, residual))
     with traced.graph.inserting_after(both):
@@ -91,8 +129,9 @@ def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, nam
         normed = traced.graph.call_function(operator.getitem, (both, 0))
     add.replace_all_uses_with(total)
     norm_node.replace_all_uses_with(normed)
-    traced.graph.erase_node(norm_node)
-    traced.graph.erase_node(add)
+    for gone in (norm_node, add, product):
+        if gone is not None:
+            traced.graph.erase_node(gone)
 
 
 def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
@@ -102,4 +141,51 @@ def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
     if not isinstance(producer, Socket) or not producer.pending:
         return False
     calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
-    return len(calls) == 1 and set(node.users) == {add} and add.args.count(node) == 1
+    return len(calls) == 1 and _read_once(node, add)
+
+
+def _gemm_that_adds(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> Gemm | None:
+    """The product that `node` is, where `add` alone reads it and its kernel can add."""
+    producer = _module(traced, node)
+    if type(producer) is not Linear or producer.pending or not _read_once(node, add):
+        return None
+    return producer.gemm if "add" in producer.gemm.epilogues else None
+
+
+def _read_once(node: fx.Node, reader: fx.Node) -> bool:
+    return set(node.users) == {reader} and reader.args.count(node) == 1
+
+
+def _activated_product(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
+    """The merged product whose two parts, read by nothing else, are what the activation `node`
+    takes in order, if the kernel can do the activation."""
+    if type(_module(traced, node)) is not SiluMul:
+        return None
+    parts = node.args
+    if any(
+        not isinstance(part, fx.Node) or part.target is not operator.getitem or len(part.users) > 1
+        for part in parts
+    ):
+        return None
+    sources = [part.args for part in parts if isinstance(part, fx.Node)]
+    product = sources[0][0]
+    if sources != [(product, 0), (product, 1)] or not isinstance(product, fx.Node):
+        return None
+    merged = _module(traced, product)
+    if type(merged) is not MergedLinear or len(merged.gemms) != 1 or len(product.users) != 2:
+        return None
+    gemm = merged.gemms[0]
+    equal_halves = len(gemm.sizes) == 2 and gemm.sizes[0] == gemm.sizes[1]
+    return product if equal_halves and "silu_mul" in gemm.epilogues else None
+
+
+def _fuse_silu_mul(traced: fx.GraphModule, merged: fx.Node, act: fx.Node, name: str) -> None:
+    socket = _module(traced, merged)
+    assert isinstance(socket, MergedLinear)
+    traced.add_submodule(name, GemmSiluMul(socket.gemms[0]))
+    with traced.graph.inserting_after(act):
+        fused = traced.graph.call_module(name, merged.args)
+    act.replace_all_uses_with(fused)
+    gone = [act, *act.all_input_nodes, merged]
+    for node in gone:
+        traced.graph.erase_node(node)

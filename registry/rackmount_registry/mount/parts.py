@@ -16,7 +16,7 @@ from rackmount_registry.experts import TokenDispatcher as TokenDispatcherPart
 from rackmount_registry.formats import LinearKernel
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.offers import Offer
-from rackmount_registry.ops import OPS, Ops
+from rackmount_registry.ops import OPS, STEP_OPS, Ops
 from rackmount_registry.options import GivenOptions, instantiate
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import Choice, ExpertsChoice, choose, choose_experts, choose_ops
@@ -54,7 +54,11 @@ class PartsChoice:
         return Parts(
             ops=cast(Ops, SimpleNamespace(**ops)),
             kernels={
-                form: instantiate(choice.require(), options) for form, choice in self.linear.items()
+                form: (
+                    instantiate(choice.require(), options),
+                    choice.require().descriptor.epilogues,
+                )
+                for form, choice in self.linear.items()
             },
             expert_parts={
                 form: (
@@ -81,12 +85,17 @@ class Parts:
     """Loaded parts of one engine."""
 
     ops: Ops
-    kernels: Mapping[str, LinearKernel]
+    kernels: Mapping[str, tuple[LinearKernel, tuple[str, ...]]]
+    """By weight format, with what each can do to its product."""
     expert_parts: Mapping[str, tuple[Any, Any]]
 
     def linear(self, weight_format: str) -> LinearKernel:
         """The kernel for a weight format."""
-        return self.kernels[weight_format]
+        return self.kernels[weight_format][0]
+
+    def epilogues(self, weight_format: str) -> tuple[str, ...]:
+        """What that kernel can do to its product."""
+        return self.kernels[weight_format][1]
 
     def experts(
         self, weight_format: str, context: DispatchContext
@@ -114,7 +123,7 @@ def select_parts(
     """
     asked = requested or {}
     formats = draft.formats()
-    used = frozenset[str]().union(*(socket.uses for socket in draft.sockets))
+    used = frozenset(STEP_OPS).union(*(socket.uses for socket in draft.sockets))
     kernels = manager.offers(LinearKernelDescriptor.kind)
     return PartsChoice(
         ops=choose_ops(

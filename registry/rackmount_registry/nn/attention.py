@@ -35,9 +35,10 @@ class Attention(Socket):
         norm_eps: of the head norms.
         scale: of the scores; None for head size ** -0.5.
         sliding_window: tokens that a token sees, itself included; None for all.
+        soft_cap: bound of the scores, approached by tanh; None for none.
     """
 
-    uses = frozenset({"rms_norm", "rotary"})
+    uses = frozenset({"rotary_write"})
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Attention(Socket):
         norm_eps: float = 1e-6,
         scale: float | None = None,
         sliding_window: int | None = None,
+        soft_cap: float | None = None,
     ) -> None:
         super().__init__()
         assert (q_norm is None) == (k_norm is None)
@@ -58,6 +60,7 @@ class Attention(Socket):
         self.norm_eps = norm_eps
         self.scale = heads.width**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
+        self.soft_cap = soft_cap
         self.index = -1
         """Place among the model's attention layers, set by the mount."""
 
@@ -74,6 +77,7 @@ class Attention(Socket):
             head_size=size,
             scale=self.scale,
             sliding_window=self.sliding_window,
+            soft_cap=self.soft_cap,
         )
         q_norm, k_norm = self.norm_names
         self.norms: HeadNorms | None = None
@@ -96,28 +100,23 @@ class Attention(Socket):
             yield self.norms.q_norm
             yield self.norms.k_norm
 
-    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's
-        positions."""
+    def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+        """See `rackmount_registry.attention.AttentionLayer`."""
         q_norm, k_norm = (
             (self.norms.q_norm.tensor, self.norms.k_norm.tensor) if self.norms else (None, None)
         )
-        if self.rope is None or self.table is None:
-            if q_norm is None or k_norm is None:
-                return q, k
-            return (
-                self.ops.rms_norm(q, q_norm, self.norm_eps),
-                self.ops.rms_norm(k, k_norm, self.norm_eps),
-            )
-        return self.ops.rotary(
+        return self.ops.rotary_write(
             q,
             k,
+            v,
             self.step.positions,
             self.table,
             q_norm,
             k_norm,
             self.norm_eps,
-            self.rope.interleaved,
+            self.rope is not None and self.rope.interleaved,
+            cache,
+            slots,
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

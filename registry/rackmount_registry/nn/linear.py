@@ -17,6 +17,7 @@ class Gemm:
     """One matrix product of a socket: parts of equal format, side by side, with their biases."""
 
     kernel: LinearKernel
+    epilogues: tuple[str, ...]
     prepared: Any
 
     def __init__(
@@ -30,24 +31,39 @@ class Gemm:
         self.indexes = indexes
         self.weight = StoredWeight([parts], stored, survey.mesh, stacked=False)
         self.sizes = list(self.weight.parts)
-        self.bias = _bias(parts, survey.mesh) if bias else None
+        self.bias = _lay_out_bias(parts, survey.mesh) if bias else None
         # Each rank would add the bias of a row-parallel product: the first one alone does.
         self.adds_bias = all(
             group.rank == 0 for group in splitting(survey.mesh, parts[0].in_extent)
         )
 
     def bind(self, binding: Binding) -> None:
-        self.kernel = binding.linear(self.weight.stored.yields)
+        form = self.weight.stored.yields
+        self.kernel, self.epilogues = binding.linear(form), binding.epilogues(form)
 
     def finish(self) -> None:
         self.prepared = self.kernel.prepare(self.weight.finish())
 
     def __call__(self, x: Tensor) -> Tensor:
-        bias = self.bias.tensor if self.bias is not None and self.adds_bias else None
-        return self.kernel.run(x, self.prepared, bias)
+        return self.kernel.run(x, self.prepared, self._bias())
+
+    def silu_mul(self, x: Tensor) -> Tensor:
+        """silu(first part) * second part of the product, where the kernel can."""
+        return self.kernel.run_silu_mul(x, self.prepared, self._bias())
+
+    def adds(self, num_rows: int) -> bool:
+        """Whether `add` is faster than a sum of its own, where the kernel can add."""
+        return self.kernel.adds(self.prepared, num_rows)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """The product plus `residual`, where the kernel can."""
+        return self.kernel.run_add(x, self.prepared, self._bias(), residual)
+
+    def _bias(self) -> Tensor | None:
+        return self.bias.tensor if self.bias is not None and self.adds_bias else None
 
 
-def _bias(parts: list[LinearPart], mesh: Mesh) -> Storage:
+def _lay_out_bias(parts: list[LinearPart], mesh: Mesh) -> Storage:
     pieces, offset = [], 0
     for part in parts:
         (piece,) = vector(f"{part.name}.bias", part.out_extent, mesh).pieces

@@ -39,6 +39,8 @@ class Binding:
     step: Step
     linear: Callable[[str], LinearKernel]
     """Kernel for a weight format."""
+    epilogues: Callable[[str], tuple[str, ...]]
+    """What that kernel can do to its product, of `formats.EPILOGUES`."""
     experts: Callable[[str, DispatchContext], tuple[ExpertKernel, TokenDispatcher]]
     """Kernel and dispatcher for the weight format of an experts' bundle."""
     max_positions: int

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackmount.sampling.order import first_max, largest
+from rackmount_registry.sampling.order import first_max, largest
 
 VALUES = st.sampled_from([-math.inf, -3.5, -1e-40, -0.0, 0.0, 1e-40, 2.0, 2.5, math.inf])
 

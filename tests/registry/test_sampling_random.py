@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rackmount.sampling.random import child_seed, exponential_noise, random_bits, row_keys
+from rackmount_registry.sampling.random import child_seed, exponential_noise, random_bits, row_keys
 
 M32, M64 = 2**32 - 1, 2**64 - 1
 
@@ -47,9 +47,13 @@ def plain_bits(key: int, index: int) -> int:
     return plain_mix(plain_mix(index) * (key >> 32 | 1) + key & M32)
 
 
+def held(keys: list[int] | np.ndarray) -> Tensor:
+    """u64 as int64."""
+    return torch.from_numpy(np.asarray(keys, np.uint64).view(np.int64))
+
+
 def bits(seeds: list[int] | np.ndarray, positions: list[int] | np.ndarray, ids: Tensor) -> Tensor:
-    keys = row_keys(np.asarray(seeds, np.uint64), np.asarray(positions))
-    return random_bits(keys, ids)
+    return random_bits(row_keys(held(seeds), torch.as_tensor(positions)), ids)
 
 
 def chi_square_z(observed: np.ndarray, expected: np.ndarray | float) -> float:
@@ -62,8 +66,8 @@ def chi_square_z(observed: np.ndarray, expected: np.ndarray | float) -> float:
 
 
 def test_the_values_are_frozen() -> None:
-    keys = row_keys(np.array([0, 1, 2**64 - 1], np.uint64), np.array([0, 1, 131071]))
-    assert [hex(key) for key in keys.tolist()] == GOLDEN_KEYS
+    keys = row_keys(held([0, 1, M64]), torch.tensor([0, 1, 131071]))
+    assert [hex(key & M64) for key in keys.tolist()] == GOLDEN_KEYS
     ids = torch.tensor([0, 1, 49151, 2**20])
     assert random_bits(keys, ids).tolist() == GOLDEN_BITS
     noise = exponential_noise(keys[:1], ids)
@@ -83,7 +87,7 @@ def test_the_bits_are_their_definition(seed: int, position: int, ids: list[int])
 
 def test_noise_is_finite_and_positive_at_both_ends_of_the_bits() -> None:
     for h in (0, 1, 2**31 - 1, 2**31, 2**32 - 129, 2**32 - 1):
-        key = np.array([unmix(h) - plain_mix(7) & M32], np.uint64)  # high word 0: a factor of 1
+        key = held([unmix(h) - plain_mix(7) & M32])  # high word 0: a factor of 1
         ids = torch.tensor([7])
         assert random_bits(key, ids).tolist() == [[h]]
         noise = float(exponential_noise(key, ids))
@@ -98,7 +102,7 @@ def test_a_vocabulary_index_has_its_number_whatever_else_is_asked() -> None:
     chosen = torch.tensor([[4999, 0, 17], [17, 2, 1]])
     assert torch.equal(bits([3, 4], [10, 11], chosen), whole.gather(1, chosen))
     assert torch.equal(bits([4], [11], ids)[0], whole[1])
-    keys = row_keys(np.array([3, 4], np.uint64), np.array([10, 11]))
+    keys = row_keys(held([3, 4]), torch.tensor([10, 11]))
     noise = exponential_noise(keys, ids)
     assert torch.equal(exponential_noise(keys, chosen), noise.gather(1, chosen))
 
@@ -137,7 +141,7 @@ def test_rows_are_uncorrelated() -> None:
 
 
 def test_the_noise_is_exponential() -> None:
-    noise = exponential_noise(np.array([123456789], np.uint64), torch.arange(2**16)).numpy()[0]
+    noise = exponential_noise(held([123456789]), torch.arange(2**16)).numpy()[0]
     edges = -np.log1p(-np.linspace(0, 1, 65)[:-1])
     counts = np.bincount(np.searchsorted(edges, noise, side="right") - 1, minlength=64)
     assert abs(chi_square_z(counts, 2**10)) < 4

@@ -11,7 +11,7 @@ token takes in its sequence. Integers are modulo 2**32 (u32) or 2**64 (u64); `>>
                     x = (x ^ (x >> 15)) * 0x846CA68B
                     x ^ (x >> 16)
 
-    key(seed, position) = splitmix64(splitmix64(seed) + position)        u64, on the host
+    key(seed, position) = splitmix64(splitmix64(seed) + position)        u64
     h(key, index) = mix(mix(index) * (high32(key) | 1) + low32(key))     u32
     v = min(float32(h) * 2**-32 + 2**-33, 1 - 2**-24)                    float32, to nearest even
     e = -log1p(-v)                                                       float32, mean 1
@@ -20,36 +20,43 @@ The exponential race: over a distribution p, argmin(e / p), that is argmax(log p
 sample of p. The smallest `e` decide it, and there `v` has all of its 32 bits; from 2**-33 to 16.7,
 they let no token win that is less than 2**-38 times as likely as the most likely one. `v` is equal
 bit for bit everywhere, `e` to the rounding of a device's log1p. The tests hold golden values.
+
+torch has no arithmetic on unsigned integers: u32 is held as int32 and u64 as int64, whose sums and
+products wrap to the same bits.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 
-def splitmix64(z: np.ndarray) -> np.ndarray:
-    """uint64 -> uint64, elementwise; a bijection."""
-    z = z + np.uint64(0x9E3779B97F4A7C15)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: np.ndarray = z ^ (z >> np.uint64(31))
-    return mixed
+def splitmix64(z: Tensor) -> Tensor:
+    """u64 held as int64, elementwise; a bijection."""
+    z = z + (0x9E3779B97F4A7C15 - 2**64)
+    z = (z ^ _shift(z, 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    z = (z ^ _shift(z, 27)) * (0x94D049BB133111EB - 2**64)
+    return z ^ _shift(z, 31)
 
 
-def row_keys(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """The keys of R rows: uint64 seeds [R] and positions [R] -> uint64 [R]."""
-    return splitmix64(splitmix64(seeds) + positions.astype(np.uint64))
+def _shift(z: Tensor, count: int) -> Tensor:
+    """u64's `z >> count`."""
+    return z >> count & (1 << 64 - count) - 1
+
+
+def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """The keys of R rows: seeds, u64 held as int64 [R], and integer positions [R] -> int64 [R]."""
+    return splitmix64(splitmix64(seeds) + positions)
 
 
 def child_seed(seed: int, index: int) -> int:
     """The seed of a request's answer `index`: the first has its own, the others unrelated ones."""
     if index == 0:
         return seed
-    return int(row_keys(np.array([seed], np.uint64), np.array([index]))[0])
+    held = torch.tensor([seed - 2**64 if seed >> 63 else seed])
+    return int(row_keys(held, torch.tensor([index]))) % 2**64
 
 
 def _mix(x: Tensor) -> Tensor:
-    """u32 held as int32: torch's product wraps as u32's does, its shift needs a mask."""
+    """u32 held as int32: the shifts need masks."""
     x = x ^ (x >> 16 & 0xFFFF)
     x.mul_(0x7FEB352D)
     x ^= x >> 15 & 0x1FFFF
@@ -58,15 +65,14 @@ def _mix(x: Tensor) -> Tensor:
     return x
 
 
-def random_bits(keys: np.ndarray, ids: Tensor) -> Tensor:
-    """`h` of keys uint64 [R] and vocabulary indices [R, W] or [W]: int64 [R, W] below 2**32."""
-    halves = np.stack([keys & np.uint64(0xFFFFFFFF), keys >> np.uint64(32)]).astype(np.uint32)
-    low, high = torch.from_numpy(halves.view(np.int32)).to(ids.device).unsqueeze(-1)
+def random_bits(keys: Tensor, ids: Tensor) -> Tensor:
+    """`h` of keys int64 [R] and vocabulary indices [R, W] or [W]: int64 [R, W] below 2**32."""
+    low, high = keys.unsqueeze(-1).to(torch.int32), (keys >> 32).unsqueeze(-1).to(torch.int32)
     h = _mix(_mix(ids.to(torch.int32)) * (high | 1) + low)
     return h.to(torch.int64).bitwise_and_(0xFFFFFFFF)
 
 
-def exponential_noise(keys: np.ndarray, ids: Tensor) -> Tensor:
-    """`e` of keys uint64 [R] and vocabulary indices [R, W] or [W]: float32 [R, W], above 0."""
+def exponential_noise(keys: Tensor, ids: Tensor) -> Tensor:
+    """`e` of keys int64 [R] and vocabulary indices [R, W] or [W]: float32 [R, W], above 0."""
     v = random_bits(keys, ids).to(torch.float32).mul_(2.0**-32).add_(2.0**-33)
     return v.clamp_(max=1 - 2.0**-24).neg_().log1p_().neg_()

@@ -1,0 +1,101 @@
+"""Attention backend "flash-attn": FlashAttention 4 (the package flash-attn-4) over paged keys.
+
+Its kernels are written in CuTe DSL and compiled when they are first called, a variant for each
+head size, grouping and kind of mask. The metadata is the engine's, on the device; nothing follows
+from the host's lengths.
+
+A page of exactly one key tile (128 tokens, for heads up to 128) is loaded whole: what stands
+behind `seq_lens` then weighs zero, but must be finite. Pages of other sizes are loaded by the row.
+"""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from getpass import getuser
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rackmount_registry.attention import (
+    AttentionBatch,
+    AttentionContext,
+    AttentionParams,
+    DeviceTables,
+)
+from rackmount_registry.capabilities import Demand
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A step's tables, and what the host may say of it."""
+
+    tables: DeviceTables
+    max_query_len: int | None
+    """A bound; None where it changes nothing but the number of variants to compile."""
+
+
+class FlashAttention:
+    """See `rackmount_registry.attention.AttentionBackend`."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        from flash_attn.cute import flash_attn_varlen_func  # loads a compiler: not for `jit`
+
+        self._attend = flash_attn_varlen_func
+        self._block_size = context.block_size
+        # Below 10.0 there is no kernel that splits a sequence's keys. Where there is one, 0 leaves
+        # the number to a heuristic, which goes by shapes and by the bound of the query lengths.
+        self._splits = torch.cuda.get_device_capability(context.device) >= (10, 0)
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """The engine's tables, no copies."""
+        assert batch.on_device is not None
+        query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
+        return Plan(
+            tables=batch.on_device,
+            max_query_len=int(query_lens.max(initial=0)) if self._splits else None,
+        )
+
+    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+        """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
+        if len(q) == 0:
+            return q.new_empty(q.shape)
+        shape = (2, -1, self._block_size, params.num_kv_heads, params.head_size)
+        keys, values = cache.view(shape).unbind()
+        window = params.sliding_window
+        out, _ = self._attend(
+            q,
+            keys,
+            values,
+            cu_seqlens_q=plan.tables.query_start_loc,
+            max_seqlen_q=plan.max_query_len,
+            seqused_k=plan.tables.seq_lens,
+            page_table=plan.tables.block_table,
+            softmax_scale=params.scale,
+            causal=True,
+            window_size=(None, None) if window is None else (window - 1, 0),
+            softcap=params.soft_cap or 0.0,
+            num_splits=0 if self._splits else 1,
+        )
+        return out
+
+
+def missing_kernels(demand: Demand) -> str:
+    """Why kernels would have to be compiled first; empty when there are compiled ones on the disk.
+
+    FlashAttention keeps them there only where it is told to, and names the files by a hash that
+    cannot be known without loading the compiler: so any forward kernel is taken for the ones that
+    are needed. A variant that is missing after all takes seconds.
+    """
+    if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0") != "1":
+        return (
+            "it compiles its kernels anew in every process unless "
+            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1"
+        )
+    if given := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
+        folder = Path(given)
+    else:
+        folder = Path(tempfile.gettempdir()) / getuser() / "flash_attention_cute_dsl_cache"
+    if any(folder.glob("*/fwd/*.o")):
+        return ""
+    return f"its kernels have yet to be compiled: ask for it by name once (none is in {folder})"

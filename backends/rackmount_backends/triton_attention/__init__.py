@@ -1,0 +1,1 @@
+"""Attention backend "triton": paged attention in Triton, for decoding and for prefill."""

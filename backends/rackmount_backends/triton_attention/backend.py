@@ -1,0 +1,164 @@
+"""The backend: a step goes to the decode kernel, to the prefill kernel, or in part to each."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rackmount_backends.triton_attention.decode import Workspace, decode, num_programs
+from rackmount_backends.triton_attention.prefill import list_tiles, prefill
+from rackmount_backends.triton_attention.tiles import (
+    DecodeTiles,
+    PrefillTiles,
+    decode_tiles,
+    prefill_tiles,
+    resident_programs,
+)
+from rackmount_registry.attention import (
+    AttentionBatch,
+    AttentionContext,
+    AttentionParams,
+    DeviceTables,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillPlan:
+    """The query tiles of a step, for layers of one group and head size."""
+
+    tiles: PrefillTiles
+    listed: Tensor
+    """int32 [tiles, 2]: see `list_tiles`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A step's requests by the number of their query tokens."""
+
+    tables: DeviceTables
+    num_decoding: int
+    """Requests of one query token."""
+    decoding: Tensor | None
+    """int32: which ones; None: all."""
+    prefills: dict[tuple[int, int], PrefillPlan]
+    """Of the others, by group and head size; empty if there are none."""
+
+
+class TritonAttention:
+    """See `rackmount_registry.attention.AttentionBackend`."""
+
+    def __init__(self, context: AttentionContext) -> None:
+        self._context = context
+        on_gpu = context.device.type == "cuda"
+        self._capability = torch.cuda.get_device_capability(context.device) if on_gpu else (0, 0)
+        self._processors = num_processors(context.device)
+        self._workspace = Workspace(
+            partials=max(self._rows(p) * p.num_heads * p.head_size for p in context.layers),
+            levels=max(self._rows(p) * p.num_heads for p in context.layers),
+            counts=max(context.max_num_seqs * p.num_kv_heads for p in context.layers),
+            device=context.device,
+        )
+
+    def plan(self, batch: AttentionBatch) -> Plan:
+        """Lists the tiles of what is not decoding; decoding needs the device's tables alone."""
+        assert batch.on_device is not None
+        query_lens = np.diff(batch.query_start_loc)
+        several = np.flatnonzero(query_lens > 1)
+        if not len(several):
+            return Plan(
+                tables=batch.on_device,
+                num_decoding=len(query_lens),
+                decoding=None,
+                prefills={},
+            )
+        single = np.flatnonzero(query_lens == 1).astype(np.int32)
+        prefills = {}
+        for params in self._context.layers:
+            group = params.num_heads // params.num_kv_heads
+            if (key := (group, params.head_size)) not in prefills:
+                tiles = prefill_tiles(
+                    params.head_size,
+                    group,
+                    int(query_lens.max()),
+                    self._context.block_size,
+                    self._context.dtype.itemsize,
+                    self._capability,
+                )
+                listed = list_tiles(several, query_lens, batch.seq_lens, tiles.block_m // group)
+                prefills[key] = PrefillPlan(tiles=tiles, listed=self._upload(listed))
+        return Plan(
+            tables=batch.on_device,
+            num_decoding=len(single),
+            decoding=self._upload(single),
+            prefills=prefills,
+        )
+
+    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+        """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if plan.prefills:
+            prefilling = plan.prefills[params.num_heads // params.num_kv_heads, params.head_size]
+            prefill(
+                out,
+                q,
+                cache,
+                plan.tables,
+                prefilling.listed,
+                params,
+                block_size=self._context.block_size,
+                tiles=prefilling.tiles,
+            )
+        if plan.num_decoding:
+            decode(
+                out,
+                q,
+                cache,
+                plan.tables,
+                plan.decoding,
+                params,
+                block_size=self._context.block_size,
+                workspace=self._workspace,
+                programs=self._programs(plan.num_decoding, params),
+                tiles=self._tiles(params),
+                pdl=self._capability >= (9, 0),
+            )
+        return out
+
+    def _tiles(self, params: AttentionParams) -> DecodeTiles:
+        return decode_tiles(
+            params.head_size,
+            params.num_heads // params.num_kv_heads,
+            self._context.block_size,
+            self._context.kv_dtype.itemsize,
+            self._capability,
+        )
+
+    def _programs(self, num_requests: int, params: AttentionParams) -> int:
+        """Programs per key head of a decode launch."""
+        resident = resident_programs(
+            self._tiles(params),
+            params.head_size,
+            self._context.kv_dtype.itemsize,
+            self._capability,
+        )
+        return num_programs(num_requests, params.num_kv_heads, self._processors * resident)
+
+    def _rows(self, params: AttentionParams) -> int:
+        """Shares that wait for the merge, at most."""
+        counts = range(1, self._context.max_num_seqs + 1)
+        return max(self._programs(count, params) for count in counts)
+
+    def _upload(self, array: np.ndarray) -> Tensor:
+        """On the device, without waiting for it."""
+        tensor = torch.from_numpy(array)
+        if self._context.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self._context.device, non_blocking=True)
+
+
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a CPU counts as one."""
+    if device.type == "cpu":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

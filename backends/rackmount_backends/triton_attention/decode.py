@@ -1,0 +1,242 @@
+"""Decoding: one query token per request, its context shared out among programs.
+
+The work is cut into shares on the device, by the lengths that it finds there, so that a captured
+launch fits whatever lengths it is replayed with: tiles of keys are counted, and a request of t
+tiles gets about t / c shares, with c the least for which all shares find a program. A request of
+one share is written out at once. Otherwise the program that ends last merges the shares, in their
+order, so that results do not depend on which one that is.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rackmount_backends.triton_attention.online_softmax import (
+    HIDDEN,
+    add_keys,
+    block_ids,
+    load_slots,
+)
+from rackmount_backends.triton_attention.tiles import DecodeTiles, padded
+from rackmount_registry.attention import AttentionParams, DeviceTables
+
+NUM_LEVELS = tl.constexpr(8)
+"""Sizes of a share that are tried, a third of an octave apart; the last one cuts nothing."""
+MERGED_AT_ONCE = 8192
+"""Partial sums in registers while shares are merged."""
+
+
+@triton.jit
+def _num_shares(tiles, share):
+    """Shares of about `share` tiles that `tiles` are cut into: at least one, none empty."""
+    return tl.minimum(tl.maximum((tiles / share + 0.99).to(tl.int32), 1), tiles)
+
+
+@triton.jit
+def _share_out(tiles, num_programs):
+    """Shares [R] of requests with `tiles` [R], at most `num_programs` together."""
+    levels = tl.arange(0, NUM_LEVELS)
+    least = tl.maximum(tl.sum(tiles, 0).to(tl.float32) / num_programs, 1.0)
+    sizes = tl.where(levels < NUM_LEVELS - 1, least * tl.exp2(levels / 3.0), 1.0e9)
+    counts = tl.sum(_num_shares(tiles[:, None], sizes[None, :]), 0)
+    size = tl.min(tl.where(counts <= num_programs, sizes, 1.0e9), 0)
+    return _num_shares(tiles, size)
+
+
+@triton.jit(do_not_specialize=["num_requests", "num_programs"])
+def _decode(
+    out_ptr, q_ptr, keys_ptr, values_ptr,
+    partial_ptr,  # float32 [num_programs, H, D]: mean values of a share
+    level_ptr,  # float32 [num_programs, H]: log2 of the sum of its weights
+    ended_ptr,  # int32 [R, G]: shares that ended, 0 between launches
+    requests_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
+    num_requests, num_programs, q_token_stride, q_head_stride, slot_stride, table_stride,
+    SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    SOME: tl.constexpr,  # of the requests, those at requests_ptr
+    PDL: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+
+    # Lengths and tables were written two launches ago or earlier: no need to wait for the last one.
+    members = tl.arange(0, BLOCK_R)
+    is_member = members < num_requests
+    if SOME:
+        members = tl.load(requests_ptr + members, mask=is_member, other=0)
+    lengths = tl.load(seq_lens_ptr + members, mask=is_member, other=0)
+    if WINDOW is not None:
+        lengths = tl.minimum(lengths, WINDOW)
+    shares = _share_out((lengths + BLOCK_N - 1) // BLOCK_N, num_programs)
+    ends = tl.cumsum(shares, 0)
+    if program >= tl.sum(shares, 0):
+        return
+    before = ends <= program
+    member = tl.sum(before.to(tl.int32), 0)
+    first_program = tl.sum(tl.where(before, shares, 0), 0)
+    num_shares = tl.sum(tl.where(tl.arange(0, BLOCK_R) == member, shares, 0), 0)
+
+    request = member
+    token = member
+    if SOME:
+        request = tl.load(requests_ptr + member)
+        token = tl.load(query_start_ptr + request)
+    seq_len = tl.load(seq_lens_ptr + request)
+    begin = 0
+    if WINDOW is not None:
+        begin = tl.maximum(seq_len - WINDOW, 0)
+    num_tiles = tl.cdiv(seq_len - begin, BLOCK_N)
+    share = program - first_program
+    start = begin + (share * num_tiles // num_shares) * BLOCK_N
+    stop = tl.minimum(begin + ((share + 1) * num_tiles // num_shares) * BLOCK_N, seq_len)
+
+    columns = tl.arange(0, BLOCK_D)
+    keys_base = keys_ptr + head * HEAD_SIZE
+    values_base = values_ptr + head * HEAD_SIZE
+    table = table_ptr + request.to(tl.int64) * table_stride
+    offsets = tl.arange(0, BLOCK_N)
+    blocks = block_ids(table, tl.minimum(start + offsets, stop - 1), BLOCK_SIZE)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    rows = tl.arange(0, BLOCK_H)
+    q_at = (head * GROUP + rows)[:, None] * q_head_stride + columns[None, :]
+    q = tl.load(
+        q_ptr + token.to(tl.int64) * q_token_stride + q_at,
+        mask=(rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :],
+        other=0.0,
+    )
+    out = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_H], HIDDEN, tl.float32)
+    sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)  # of weights, added up across warps once
+    for at in range(start, stop, BLOCK_N):
+        places = tl.minimum(at + offsets, stop - 1)
+        here = blocks
+        # One tile ahead, so that the loads of keys and values wait for no other load.
+        blocks = block_ids(table, tl.minimum(at + BLOCK_N + offsets, stop - 1), BLOCK_SIZE)
+        keys = load_slots(keys_base, here, places, slot_stride, columns, BLOCK_SIZE, HEAD_SIZE)
+        values = load_slots(values_base, here, places, slot_stride, columns, BLOCK_SIZE, HEAD_SIZE)
+        seen = (at + offsets < stop)[None, :]
+        out, top, shrink, weights = add_keys(out, top, q, keys, values, seen, True, SCALE, SOFT_CAP)
+        sums = sums * shrink[:, None] + weights
+    total = tl.sum(sums, 1)
+    out = out / total[:, None]
+
+    heads = head * GROUP + rows
+    num_heads = tl.num_programs(0) * GROUP
+    fits = (rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :]
+    out_base = out_ptr + token.to(tl.int64) * (num_heads * HEAD_SIZE)
+    at = heads[:, None] * HEAD_SIZE + columns[None, :]
+    if num_shares == 1:
+        tl.store(out_base + at, out.to(out_ptr.dtype.element_ty), mask=fits)
+    else:
+        tl.store(partial_ptr + program * num_heads * HEAD_SIZE + at, out, mask=fits)
+        tl.store(level_ptr + program * num_heads + heads, top + tl.log2(total), mask=rows < GROUP)
+        ended = ended_ptr + member * tl.num_programs(0) + head
+        tl.debug_barrier()  # all of the above comes before the count
+        if tl.atomic_add(ended, 1, sem="acq_rel") == num_shares - 1:
+            tl.store(ended, 0)
+            _merge(
+                out_base, partial_ptr, level_ptr, first_program, num_shares, head * GROUP,
+                num_heads, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, BLOCK_S,
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out_base, partial_ptr, level_ptr, first, count, first_head, num_heads,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Writes the mean values over the shares `first` to `first + count - 1`, for one key head's
+    query heads. The loads go past the first cache, which does not see other multiprocessors'
+    stores."""
+    columns = tl.arange(0, BLOCK_D)
+    heads = tl.arange(0, BLOCK_G)
+    out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    top = tl.full([BLOCK_G], HIDDEN, tl.float32)
+    total = tl.zeros([BLOCK_G], tl.float32)
+    for start in range(0, count, BLOCK_S):
+        shares = start + tl.arange(0, BLOCK_S)
+        rows = (first + shares)[:, None] * num_heads + (first_head + heads)[None, :]
+        fits = (shares < count)[:, None] & (heads < GROUP)[None, :]
+        levels = tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg")
+        partials = tl.load(
+            partial_ptr + rows[:, :, None] * HEAD_SIZE + columns[None, None, :],
+            mask=fits[:, :, None] & (columns < HEAD_SIZE)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_top = tl.maximum(top, tl.max(levels, 0))
+        weights = tl.exp2(levels - new_top[None, :])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 0)
+        out = out * shrink[:, None] + tl.sum(partials * weights[:, :, None], 0)
+        top = new_top
+    tl.store(
+        out_base + (first_head + heads)[:, None] * HEAD_SIZE + columns[None, :],
+        (out / total[:, None]).to(out_base.dtype.element_ty),
+        mask=(heads < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :],
+    )
+
+
+class Workspace:
+    """Where shares are left for the merge; one launch at a time uses it."""
+
+    def __init__(self, partials: int, levels: int, counts: int, device: torch.device) -> None:
+        """So many numbers of each kind at most."""
+        self.partials = torch.empty(partials, dtype=torch.float32, device=device)
+        self.levels = torch.empty(levels, dtype=torch.float32, device=device)
+        self.ended = torch.zeros(counts, dtype=torch.int32, device=device)
+
+
+def num_programs(num_requests: int, num_kv_heads: int, slots: int) -> int:
+    """Programs per key head for a batch, on a GPU that holds `slots` programs at once.
+
+    Few requests are cut so as to fill the GPU once. More make several waves, so that the last one
+    is short; many are left whole, with some programs to spare for those that are much longer than
+    others.
+    """
+    waves = min(4, -(-3 * num_requests * num_kv_heads // slots))
+    return max(-(-waves * slots // num_kv_heads), num_requests + -(-slots // (2 * num_kv_heads)))
+
+
+def decode(
+    out: Tensor,
+    q: Tensor,
+    cache: Tensor,
+    tables: DeviceTables,
+    requests: Tensor | None,
+    params: AttentionParams,
+    *,
+    block_size: int,
+    workspace: Workspace,
+    programs: int,
+    tiles: DecodeTiles,
+    pdl: bool,
+) -> None:
+    """Writes out [T, H, D] for the one token of each request: of all of them, or of `requests`
+    (int32 [R']) alone. q [T, H, D] has rows of D elements in a row."""
+    assert q.stride(2) == 1 and cache.stride(2) == params.head_size and cache.stride(3) == 1
+    keys, values = cache.unbind()
+    num_requests = len(tables.seq_lens if requests is None else requests)
+    group = params.num_heads // params.num_kv_heads
+    block_d, block_g = padded(params.head_size), padded(group)
+    _decode[(params.num_kv_heads, programs)](
+        out, q, keys, values,
+        workspace.partials, workspace.levels, workspace.ended,
+        requests, tables.query_start_loc, tables.seq_lens, tables.block_table,
+        num_requests, programs,
+        q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
+        SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
+        GROUP=group, HEAD_SIZE=params.head_size, BLOCK_SIZE=block_size,
+        BLOCK_R=max(16, padded(num_requests)), BLOCK_H=max(16, block_g), BLOCK_G=block_g,
+        BLOCK_N=tiles.block_n, BLOCK_D=block_d,
+        BLOCK_S=max(1, MERGED_AT_ONCE // (block_g * block_d)),
+        SOME=requests is not None, PDL=pdl,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
+    )  # fmt: skip

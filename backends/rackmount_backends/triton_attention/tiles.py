@@ -1,0 +1,79 @@
+"""Sizes of tiles: all that is tuned by measurement, as plain functions of the layer.
+
+A tile of K or V is [block_n, head size padded to a power of two]; `num_stages - 1` pairs of them
+are in flight per program.
+"""
+
+from dataclasses import dataclass
+
+SHARED_BYTES = {(8, 0): 163 * 2**10, (8, 7): 163 * 2**10, (9, 0): 227 * 2**10, (10, 0): 227 * 2**10}
+"""Shared memory of a multiprocessor that programs may use, by compute capability."""
+LEAST_SHARED_BYTES = 99 * 2**10
+"""Of the others, at least."""
+MOST_RESIDENT = 4
+"""Programs of four warps on a multiprocessor: registers allow no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeTiles:
+    """How the decode kernel is launched."""
+
+    block_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillTiles:
+    """How the prefill kernel is launched."""
+
+    block_m: int
+    """Rows of a tile: query tokens times query heads that share a key head."""
+    block_n: int
+    """Keys of a tile."""
+    num_warps: int
+    num_stages: int
+
+
+def padded(size: int) -> int:
+    """The power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
+
+
+def decode_tiles(
+    head_size: int, group: int, block_size: int, itemsize: int, capability: tuple[int, int]
+) -> DecodeTiles:
+    """`group` query heads share a key head; `itemsize` bytes an element."""
+    block_n = 64 if padded(head_size) * itemsize <= 256 else 32
+    return DecodeTiles(block_n=block_n, num_warps=4, num_stages=3)
+
+
+def resident_programs(
+    tiles: DecodeTiles, head_size: int, itemsize: int, capability: tuple[int, int]
+) -> int:
+    """Programs of the decode kernel that one multiprocessor holds at once."""
+    held = 2 * (tiles.num_stages - 1) * tiles.block_n * padded(head_size) * itemsize
+    shared = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
+    return max(1, min(MOST_RESIDENT * 4 // tiles.num_warps, shared // held))
+
+
+def prefill_tiles(
+    head_size: int,
+    group: int,
+    longest_chunk: int,
+    block_size: int,
+    itemsize: int,
+    capability: tuple[int, int],
+) -> PrefillTiles:
+    """`longest_chunk` query tokens at most come from one request."""
+    if itemsize == 4:
+        return PrefillTiles(block_m=padded(max(group, 32)), block_n=32, num_warps=4, num_stages=1)
+    wide = padded(head_size) > 128
+    block_m = padded(max(group, 128 if longest_chunk * group > 64 else 64))
+    if block_m == 64:
+        return PrefillTiles(block_m=64, block_n=32 if wide else 64, num_warps=4, num_stages=2)
+    if capability < (9, 0) or wide:
+        return PrefillTiles(block_m=block_m, block_n=32 if wide else 64, num_warps=8, num_stages=2)
+    # Two programs of four warps on a multiprocessor: one multiplies while the other takes powers.
+    return PrefillTiles(block_m=block_m, block_n=32, num_warps=4, num_stages=3)

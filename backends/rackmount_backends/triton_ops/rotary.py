@@ -1,0 +1,206 @@
+"""`rotary_write`: programs over (token, part of the heads, query or key or value), so that none
+waits for another's loads."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rackmount_backends.triton_ops.launch import LANES, block_of, launch_options, warps_for
+
+MANY_TOKENS = 128
+"""From here on tokens fill the GPU: a program takes all heads of its token, up to
+`MAX_ELEMENTS`."""
+MAX_ELEMENTS = 8192
+MAX_WARPS = 8
+
+
+@triton.jit
+def normed(x, scale, norm, columns, inside, dtype: tl.constexpr):
+    """A norm's second half, rounded as it is defined."""
+    weight = tl.load(norm + columns, mask=inside, other=0.0).to(tl.float32)
+    return ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def turn(
+    source,
+    source_stride,
+    target,
+    target_stride,
+    is_held,
+    norm,
+    eps,
+    angles,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """Norms the `HEADS` heads at `source`, rotates their first `PAIRED` features, and writes them
+    to `target` where the token `is_held`. `norm` and `angles`, cosines and then sines, may be
+    None."""
+    HALF: tl.constexpr = PAIRED // 2
+    dtype: tl.constexpr = source.dtype.element_ty
+    stored: tl.constexpr = target.dtype.element_ty
+    heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    source += heads * source_stride
+    target += heads * target_stride
+    pairs = tl.arange(0, triton.next_power_of_2(HALF))
+    paired = pairs < HALF
+    first = pairs * 2 if INTERLEAVED else pairs
+    second = first + (1 if INTERLEAVED else HALF)
+    there = (heads < HEADS) & paired[None, :]
+    a = tl.load(source + first[None, :], mask=there, other=0.0).to(tl.float32)
+    b = tl.load(source + second[None, :], mask=there, other=0.0).to(tl.float32)
+    if PAIRED < D:
+        rest = PAIRED + tl.arange(0, triton.next_power_of_2(D - PAIRED))
+        rest_there = (heads < HEADS) & (rest < D)[None, :]
+        c = tl.load(source + rest[None, :], mask=rest_there, other=0.0).to(tl.float32)
+    if norm is not None:
+        squares = tl.sum(a * a + b * b, 1)
+        if PAIRED < D:
+            squares += tl.sum(c * c, 1)
+        scale = tl.rsqrt(squares / D + eps)[:, None]
+        a = normed(a, scale, norm, first, paired, dtype)
+        b = normed(b, scale, norm, second, paired, dtype)
+        if PAIRED < D:
+            c = normed(c, scale, norm, rest, rest < D, dtype)
+    if angles is not None:
+        cos = tl.load(angles + pairs, mask=paired, other=0.0)[None, :]
+        sin = tl.load(angles + HALF + pairs, mask=paired, other=0.0)[None, :]
+        a, b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    tl.store(target + first[None, :], a.to(stored), mask=there & is_held)
+    tl.store(target + second[None, :], b.to(stored), mask=there & is_held)
+    if PAIRED < D:
+        tl.store(target + rest[None, :], c.to(stored), mask=rest_there & is_held)
+
+
+@triton.jit
+def rotary_write_kernel(
+    q,
+    k,
+    v,
+    out,
+    positions,
+    table,
+    q_norm,
+    k_norm,
+    cache,
+    slots,
+    eps,
+    q_stride,
+    q_head_stride,
+    k_stride,
+    k_head_stride,
+    v_stride,
+    v_head_stride,
+    values_stride,
+    slot_stride,
+    cache_head_stride,
+    H: tl.constexpr,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    PAIRED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    if PDL:
+        gdc_launch_dependents()
+    QUERIES: tl.constexpr = H // PARTS
+    KEYS: tl.constexpr = G // PARTS
+    token, part, kind = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        gdc_wait()
+    angles = table
+    if table is not None:
+        angles += tl.load(positions + token).to(tl.int64) * PAIRED
+    if kind == 0:
+        q += token * q_stride + part * QUERIES * q_head_stride
+        out += token * (H * D) + part * (QUERIES * D)
+        turn(q, q_head_stride, out, D, True, q_norm, eps, angles, QUERIES, D, PAIRED, INTERLEAVED)
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        is_held = slot >= 0
+        place = cache + slot * slot_stride + part * KEYS * cache_head_stride
+        if kind == 1:
+            k += token * k_stride + part * KEYS * k_head_stride
+            turn(
+                k, k_head_stride, place, cache_head_stride, is_held, k_norm, eps, angles, KEYS, D,
+                PAIRED, INTERLEAVED,
+            )  # fmt: skip
+        else:
+            v += token * v_stride + part * KEYS * v_head_stride
+            turn(
+                v, v_head_stride, place + values_stride, cache_head_stride, is_held, None, eps,
+                None, KEYS, D, D, False,
+            )  # fmt: skip
+
+
+def rotary_write(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    positions: Tensor,
+    table: Tensor | None,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+    eps: float,
+    interleaved: bool,
+    cache: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    """See `ops.rotary_write`."""
+    assert q.stride(2) == k.stride(2) == v.stride(2) == cache.stride(3) == 1
+    assert all(t is None or t.is_contiguous() for t in (positions, slots, table, q_norm, k_norm))
+    num_tokens, heads, size = q.shape
+    assert size % 2 == 0
+    groups = k.shape[1]
+    out = torch.empty((num_tokens, heads, size), dtype=q.dtype, device=q.device)
+    parts = parts_of(num_tokens, heads, groups, size)
+    elements = block_of(heads // parts) * block_of(size)
+    # With threads for half a head, the compiler reads angles and norms where they are needed;
+    # with fewer it would pass them on through shared memory.
+    warps = max(warps_for(elements, q.element_size(), vectors=4), block_of(size) // LANES)
+    rotary_write_kernel[(num_tokens, parts, 3)](
+        q,
+        k,
+        v,
+        out,
+        positions,
+        table,
+        q_norm,
+        k_norm,
+        cache,
+        slots,
+        eps,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        v.stride(0),
+        v.stride(1),
+        cache.stride(0),
+        cache.stride(1),
+        cache.stride(2),
+        H=heads,
+        G=groups,
+        D=size,
+        PAIRED=2 * table.shape[2] if table is not None else size,
+        INTERLEAVED=interleaved and table is not None,
+        PARTS=parts,
+        num_warps=min(warps, MAX_WARPS),
+        **launch_options(q.device),
+    )
+    return out
+
+
+def parts_of(num_tokens: int, heads: int, groups: int, size: int) -> int:
+    """Parts of a token's heads, a divisor of the key/value heads: all of them where tokens are few,
+    else as few as leave each at most `MAX_ELEMENTS` query elements."""
+    if num_tokens < MANY_TOKENS:
+        return groups
+    divisors = (n for n in range(1, groups) if groups % n == 0)
+    return next((n for n in divisors if heads // n * size <= MAX_ELEMENTS), groups)

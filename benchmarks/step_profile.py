@@ -1,0 +1,102 @@
+"""Where a decode step's time goes on this GPU, kernel by kernel.
+
+Usage: python benchmarks/step_profile.py [--model llama-8b] [--batch 1 16 64 256] [--input-len 1024]
+       [--out FILE.json] [--engine key=value ...]
+
+Random weights, greedy, all requests decoding. From the profiler's trace of some steps, each kernel
+has the time from the end of the kernel before to its own end: kernels that start early and wait for
+the one before do not count twice, and gaps count for what comes after them. The host's clock gives
+the whole step over other steps, unobserved.
+"""
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from rackmount import Engine, SamplingParams
+from rackmount_tools.machine import describe_machine
+from rackmount_tools.shapes import resolve
+
+STEPS = 16
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--model", default="llama-8b")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--input-len", type=int, default=1024)
+    parser.add_argument("--engine", nargs="*", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    given: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_model_len": 4096}
+    given |= {key: _value(text) for key, text in (each.split("=", 1) for each in args.engine)}
+    figures = {}
+    model, given = resolve(args.model, given)
+    with Engine(model, **given) as engine:
+        for batch in args.batch:
+            figures[batch] = measure(engine, batch, args.input_len)
+            show(batch, figures[batch])
+    if args.out:
+        machine = describe_machine("torch", "triton") | {"device": torch.cuda.get_device_name()}
+        record = {"machine": machine, "model": args.model, "engine": given, "steps": figures}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def measure(engine: Engine, batch: int, input_len: int) -> dict[str, Any]:
+    """Microseconds a step, of each kernel and in all."""
+    vocab = engine.rack.draft.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(vocab, (batch, input_len), generator=generator).tolist()
+    params = SamplingParams(temperature=0, max_tokens=4 * STEPS + 40, ignore_eos=True)
+    stream = engine.stream(prompts, params)
+
+    def steps(count: int) -> float:
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(count * batch):
+            next(stream)
+        torch.cuda.synchronize()
+        return (time.perf_counter() - begin) * 1e6 / count
+
+    steps(batch // 8 + 8)
+    step_us = steps(STEPS)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        steps(STEPS)
+    stream.close()
+    kernels: dict[str, list[float]] = defaultdict(list)
+    events = [it for it in trace.events() if it.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda it: it.time_range.end)
+    for before, event in pairwise(events):
+        kernels[event.name].append(event.time_range.end - before.time_range.end)
+    return {
+        "step_us": step_us,
+        "kernels": {
+            name: {"us": sum(times) / STEPS, "launches": len(times) / STEPS}
+            for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        },
+    }
+
+
+def show(batch: int, figures: dict[str, Any]) -> None:
+    busy = sum(each["us"] for each in figures["kernels"].values())
+    print(f"batch {batch}: step {figures['step_us']:.0f} us, kernels {busy:.0f} us")
+    for name, each in list(figures["kernels"].items())[:14]:
+        print(f"  {each['us']:9.1f} us {each['launches']:7.1f} x  {name[:90]}")
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""The step's tensors on the device, at addresses that CUDA graphs can rely on."""
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rackmount.device import upload
+from rackmount.execution.batch import FlatBatch, PersistentBatch
+from rackmount.scheduling.plan import StepPlan
+from rackmount_registry.attention import DeviceTables
+
+ALIGNMENT = 32
+"""In int32: sections begin where wide loads may."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTensors:
+    """A `FlatBatch` on the device: int32, of the same shapes. Read before the next is loaded."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
+    rows: Tensor
+    logits_indices: Tensor
+    sample_rows: Tensor
+    sample_positions: Tensor
+    block_table: Tensor
+    """[R, max blocks]: filled by the op `build_batch`."""
+
+    @property
+    def tables(self) -> DeviceTables:
+        return DeviceTables(
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+        )
+
+
+class StepBuffers:
+    """What steps are loaded into. Steps of equal T, R and S lie at equal addresses."""
+
+    def __init__(self, batch: PersistentBatch, max_tokens: int, device: torch.device) -> None:
+        self._device = device
+        num_rows, max_blocks = batch.block_table.shape
+        self.last_ids = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        """The token sampled last in each row."""
+        on_host = torch.from_numpy(batch.block_table)
+        self.block_tables = on_host.to(device)
+        """The persistent batch's table: on a CPU the very same memory."""
+        self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
+        size = sum(map(_aligned, (max_tokens,) * 3 + (num_rows + 1,) * 6))
+        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+
+    def grow(self, plan: StepPlan) -> None:
+        """Takes over the blocks that the plan gives to rows."""
+        if self._device.type == "cpu":
+            return
+        (growth,) = plan.grown
+        width = self.block_tables.shape[1]
+        places = [growth.rows.astype(np.int64) * width + growth.columns]
+        blocks = [growth.block_ids]
+        for entry in plan.admitted:
+            (block_ids,) = entry.block_ids
+            places.append(entry.row * width + np.arange(block_ids.size))
+            blocks.append(block_ids)
+        both = np.stack((np.concatenate(places), np.concatenate(blocks)))
+        if both.size:
+            where, values = upload(both, self._device)
+            self.block_tables.view(-1).index_copy_(0, where, values.int())
+
+    def load(self, flat: FlatBatch) -> StepTensors:
+        """The step on the device, by one copy that is not waited for."""
+        arrays = {field.name: getattr(flat, field.name) for field in fields(FlatBatch)}
+        places, end = {}, 0
+        for name, array in arrays.items():
+            places[name] = slice(end, end + array.size)
+            end += _aligned(array.size)
+        packed = np.zeros(end, np.int32)
+        for name, array in arrays.items():
+            packed[places[name]] = array
+        self._packed[:end].copy_(upload(packed, self._device))
+        views = {name: self._packed[place] for name, place in places.items()}
+        return StepTensors(**views, block_table=self._block_table[: flat.rows.size])
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

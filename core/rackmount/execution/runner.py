@@ -1,0 +1,112 @@
+"""The model over its KV cache: from a flat batch to hidden states."""
+
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from rackmount.execution.batch import FlatBatch, PersistentBatch
+from rackmount.execution.buffers import StepBuffers, StepTensors
+from rackmount.execution.step import PagedStep
+from rackmount.rack import Rack
+from rackmount_registry.attention import (
+    CACHE_LAYOUTS,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionContext,
+)
+from rackmount_registry.descriptors import AttentionBackend as AttentionDescriptor
+from rackmount_registry.mount import Mounted
+from rackmount_registry.offers import Offer
+from rackmount_registry.ops import Ops
+from rackmount_registry.options import instantiate
+
+
+class Runner:
+    """Loads steps onto the device and runs the model. `carve` comes before any step."""
+
+    def __init__(
+        self, rack: Rack, mounted: Mounted, step: PagedStep, ops: Ops, batch: PersistentBatch
+    ) -> None:
+        self.rack, self.mounted, self.ops = rack, mounted, ops
+        self._step, self._batch = step, batch
+        max_tokens = max(rack.config.max_num_batched_tokens, rack.config.max_num_seqs)
+        self.buffers = StepBuffers(batch, max_tokens, rack.device)
+        self._prefill, self._decode = self._backends()
+
+    def _backends(self) -> tuple[AttentionBackend, AttentionBackend]:
+        rack = self.rack
+        context = AttentionContext(
+            layers=frozenset(rack.draft.attention_params),
+            block_size=rack.block_size,
+            max_num_seqs=rack.config.max_num_seqs,
+            max_num_batched_tokens=rack.config.max_num_batched_tokens,
+            max_model_len=rack.max_model_len,
+            device=rack.device,
+            dtype=rack.dtype,
+            kv_dtype=rack.dtype,
+        )
+        choice = rack.attention
+        prefill = cast(AttentionBackend, instantiate(choice.prefill, rack.options, context))
+        if choice.decode is choice.prefill:
+            return prefill, prefill
+        return prefill, cast(AttentionBackend, instantiate(choice.decode, rack.options, context))
+
+    def carve(self, num_kv_blocks: int) -> int:
+        """Takes the memory of a pool of so many blocks, in place of any before, and gives its
+        bytes."""
+        rack = self.rack
+        layout = CACHE_LAYOUTS[rack.attention.cache_layout]
+        num_slots = num_kv_blocks * rack.block_size
+        self._step.caches = []
+        self._step.caches = [
+            torch.empty(layout.shape(spec, num_slots), dtype=spec.dtype, device=rack.device)
+            for spec in rack.draft.cache_specs(rack.dtype)
+        ]
+        return sum(cache.nbytes for cache in self._step.caches)
+
+    def hidden(self, flat: FlatBatch) -> tuple[StepTensors, Tensor]:
+        """Runs the model eagerly: the step's tensors, and hidden states [T, hidden]."""
+        tensors = self.buffers.load(flat)
+        self.plan(flat, tensors, is_static=False)
+        return tensors, self.forward(tensors)
+
+    def plan(self, flat: FlatBatch, tensors: StepTensors, *, is_static: bool) -> None:
+        """Host work of attention; see `AttentionBackend.plan`."""
+        offer = self.decode_offer if flat.is_decode else self.rack.attention.prefill
+        backend = self._decode if flat.is_decode else self._prefill
+        batch = AttentionBatch(
+            query_start_loc=flat.query_start_loc,
+            seq_lens=flat.seq_lens,
+            rows=flat.rows,
+            block_table=self._batch.block_table,
+            on_device=tensors.tables if offer.descriptor.metadata == "device" else None,
+            is_static=is_static,
+        )
+        self._step.begin(tensors.positions, tensors.slots, backend, backend.plan(batch))
+
+    @property
+    def decode_offer(self) -> Offer[AttentionDescriptor]:
+        return self.rack.attention.decode
+
+    def forward(self, tensors: StepTensors) -> Tensor:
+        """The planned step on the device -> hidden states [T, hidden]. May be captured."""
+        self.ops.build_batch(
+            tensors.token_ids,
+            tensors.rows,
+            tensors.seq_lens,
+            self.buffers.last_ids,
+            self.buffers.block_tables,
+            tensors.block_table,
+            self.rack.block_size,
+        )
+        return self.mounted.forward(tensors.token_ids)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [S, hidden] -> logits [S, vocabulary]. May be captured."""
+        return self.mounted.logits(hidden)
+
+    def remember(self, tensors: StepTensors, token_ids: Tensor) -> None:
+        """What was sampled int32 [S], -1 for nothing, feeds the rows' next step. May be
+        captured."""
+        self.buffers.last_ids[tensors.sample_rows] = token_ids.clamp(min=0)

@@ -1,0 +1,214 @@
+"""`rackmount bench latency`: prefill and decode steps against the least time they could take.
+
+Prompts of random ids, greedy, through any end of sequence, no prefix cache. Prefill is the time of
+a batch to its first tokens. A decode step is (time for 1 + output_len tokens - time for 1) /
+output_len. The steady step is the median of steps in which all requests decode, as the device's own
+clock sees them.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from rackmount import Engine, EngineOptions, unfold
+from rackmount_registry.errors import ConfigError
+from rackmount_tools.ceilings import measure_ceilings
+from rackmount_tools.clocks import DeviceClock, HostClock, clock_of
+from rackmount_tools.costs import costs_of
+from rackmount_tools.floors import Floors
+from rackmount_tools.loads import Prompts, random_prompts
+from rackmount_tools.record import (
+    JsonFile,
+    describe_ceilings,
+    describe_engine,
+    print_table,
+    write_record,
+)
+from rackmount_tools.runs import greedy, open_engine, require_room, timed
+from rackmount_tools.shapes import ModelOrShape
+
+COLUMNS = {
+    "batch": "batch",
+    "phase": "phase",
+    "ms": "ms",
+    "floor_ms": "floor ms",
+    "share": "reached",
+    "tokens_per_s": "tok/s",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Times:
+    """Medians, in seconds."""
+
+    prefill: float
+    step: float
+
+
+def measure(
+    engine: Engine,
+    prompts: Prompts,
+    output_len: int,
+    repeats: int,
+    now: Callable[[], float] = time.perf_counter,
+) -> Times:
+    """Times the prompts for one token and for `output_len` more, in turn."""
+    pairs = [
+        (
+            timed(engine, prompts, greedy(1), now),
+            timed(engine, prompts, greedy(1 + output_len), now),
+        )
+        for _ in range(repeats)
+    ]
+    return Times(
+        prefill=statistics.median(first for first, _ in pairs),
+        step=statistics.median((both - first) / output_len for first, both in pairs),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steady:
+    """Steps in which all requests decode."""
+
+    step: float
+    """Median, in seconds."""
+    context: int
+    """Mean tokens of a request, in the middle of them."""
+    count: int
+
+
+def measure_steady(
+    engine: Engine, prompts: Prompts, max_tokens: int, clock: HostClock | DeviceClock
+) -> Steady | None:
+    """Follows the answers of `max_tokens` tokens; None where no two steps have all requests in
+    them."""
+    waiting, ended, received = set(range(len(prompts))), False, 0
+    totals: list[int] = []
+    last = -1
+    """The request that began last: one chunk of it is one step."""
+    for chunk in engine.stream(prompts, greedy(max_tokens)):
+        received += len(chunk.token_ids)
+        if chunk.prompt_index in waiting:
+            waiting.remove(chunk.prompt_index)
+            last = chunk.prompt_index
+        ended = ended or chunk.finish_reason is not None
+        if not waiting and not ended and chunk.prompt_index == last:
+            clock.mark()
+            totals.append(received)
+    times = clock.intervals()
+    if not times:
+        return None
+    tokens = sum(map(len, prompts)) + statistics.median(totals)
+    return Steady(
+        step=statistics.median(times), context=round(tokens / len(prompts)), count=len(times)
+    )
+
+
+def warm_up(engine: Engine, prompts: Prompts) -> None:
+    """Two full steps of prefill, and some decoding of the whole batch."""
+    budget = 2 * engine.config.max_num_batched_tokens
+    timed(engine, prompts[: -(-budget // len(prompts[0]))], greedy(4))
+    timed(engine, [prompt[:16] for prompt in prompts], greedy(8))
+
+
+def rows_of(
+    engine: Engine, floors: Floors, batch: int, input_len: int, output_len: int, repeats: int
+) -> list[dict[str, Any]]:
+    """The figures of one batch size: prefill, decode step, and steady step where there is one."""
+    prompts = random_prompts(batch, input_len, engine.rack.draft.vocab_size, seed=batch)
+    ramp = ramp_len(batch, input_len, engine.config.max_num_batched_tokens)
+    require_room(engine, [input_len + ramp + output_len] * batch)
+    warm_up(engine, prompts)
+    times = measure(engine, prompts, output_len, repeats)
+    steady = measure_steady(engine, prompts, ramp + output_len, clock_of(engine.rack.device))
+    prefill_floor = floors.prefill([input_len] * batch)
+    step_floor = float(
+        np.mean([floors.decode([input_len + i] * batch) for i in range(1, output_len + 1)])
+    )
+    phases = [
+        ("prefill", times.prefill, prefill_floor, batch * input_len),
+        ("step", times.step, step_floor, batch),
+    ]
+    if steady is not None:
+        phases.append(("steady", steady.step, floors.decode([steady.context] * batch), batch))
+    return [_against(batch, *phase) for phase in phases]
+
+
+def ramp_len(batch: int, input_len: int, max_num_batched_tokens: int) -> int:
+    """Steps at most from the first token of the first request to that of the last: each step
+    decodes those that have begun and prefills with what is left of the budget."""
+    left = max(1, max_num_batched_tokens - batch)
+    return -(-batch * input_len // left) + 2
+
+
+def _against(
+    batch: int, phase: str, seconds: float, floor: float, num_tokens: int
+) -> dict[str, Any]:
+    return {
+        "batch": batch,
+        "phase": phase,
+        "ms": seconds * 1e3,
+        "floor_ms": floor * 1e3,
+        "share": floor / seconds,
+        "tokens_per_s": num_tokens / seconds,
+    }
+
+
+def batch_sizes(text: str) -> list[int]:
+    """ "1,16" as numbers."""
+    try:
+        sizes = [int(each) for each in text.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"batch_sizes={text!r} must be numbers from 1 on with commas between")
+    return sizes
+
+
+@unfold
+def bench(
+    ctx: typer.Context,
+    model: ModelOrShape,
+    batch_sizes_: Annotated[
+        str, typer.Option("--batch-sizes", help="Requests at once, with commas between.")
+    ] = "1,16,64,256",
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens after the first.")] = 128,
+    repeats: Annotated[int, typer.Option(min=1, help="Pairs of runs; medians count.")] = 3,
+    json_file: JsonFile = None,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Prefill and decode steps of MODEL, beside the least time that this device could take."""
+    sizes = batch_sizes(batch_sizes_)
+    arguments = engine.arguments() | {
+        "enable_prefix_caching": False,
+        "max_num_seqs": max(engine.max_num_seqs, *sizes),
+    }
+    ramp = max(ramp_len(size, input_len, engine.max_num_batched_tokens) for size in sizes)
+    longest = input_len + ramp + output_len + 1
+    with open_engine(model, arguments, ctx.obj, max_model_len=longest) as mounted:
+        rack = mounted.rack
+        ceilings = measure_ceilings(rack.device, rack.dtype)
+        floors = Floors(costs_of(rack.draft), ceilings)
+        rows = [
+            row
+            for size in sizes
+            for row in rows_of(mounted, floors, size, input_len, output_len, repeats)
+        ]
+        figures = {
+            "engine": describe_engine(mounted),
+            "ceilings": describe_ceilings(ceilings),
+            "input_len": input_len,
+            "output_len": output_len,
+            "preemptions": mounted.stats.total_preemptions,
+            "phases": rows,
+        }
+    print_table(f"{model}: {input_len} tokens in, {output_len} out", COLUMNS, rows)
+    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    write_record(json_file, figures)

@@ -1,0 +1,63 @@
+"""`rackmount bench startup`: from the start of a process to its first token, phase by phase.
+
+Each run is a fresh process. The first one may have to compile kernels, those after it find them in
+the caches on the disk.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from typing import Annotated, Any
+
+import typer
+
+from rackmount import EngineOptions, unfold
+from rackmount_registry.errors import RackmountError
+from rackmount_tools.record import JsonFile, print_table, write_record
+from rackmount_tools.shapes import ModelOrShape
+
+PHASES = ("torch", "imports", "engine", "first token")
+COLUMNS = {
+    "run": "run",
+    "torch": "interpreter and torch s",
+    "imports": "plugins s",
+    "engine": "engine ready s",
+    "first token": "first token s",
+    "total": "all s",
+}
+
+
+def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, float]:
+    """Seconds of each phase of one process, and of all.
+
+    Raises:
+        RackmountError: the process failed; its own words are on stderr.
+    """
+    asked = json.dumps({"model": model, "arguments": arguments, "input_len": input_len})
+    command = [sys.executable, "-m", "rackmount_tools.first_token", asked]
+    start = time.time()  # the clock that both processes share
+    process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode:
+        raise RackmountError(f"the process that was timed ended with {process.returncode}")
+    ends = json.loads(process.stdout.splitlines()[-1])
+    marks = [start, *(ends[phase] for phase in PHASES)]
+    phases = zip(PHASES, (b - a for a, b in pairwise(marks)), strict=True)
+    return dict(phases) | {"total": marks[-1] - start}
+
+
+@unfold
+def bench(
+    model: ModelOrShape,
+    repeats: Annotated[int, typer.Option(min=1, help="Processes, one after another.")] = 2,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 16,
+    json_file: JsonFile = None,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Seconds from the start of a process to the first token of MODEL."""
+    arguments = engine.arguments()
+    rows = [{"run": n + 1, **measure(model, arguments, input_len)} for n in range(repeats)]
+    print_table(f"{model}: start-up", COLUMNS, rows)
+    write_record(json_file, {"arguments": arguments, "input_len": input_len, "runs": rows})

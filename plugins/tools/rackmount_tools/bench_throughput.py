@@ -1,0 +1,106 @@
+"""`rackmount bench throughput`: output tokens per second of many requests at once.
+
+Two runs, the second of which counts, with other ids of the same lengths, after a short warm-up. The
+time is from handing over all prompts to the last token.
+"""
+
+from typing import Annotated, Any
+
+import typer
+
+from rackmount import Engine, EngineOptions, SamplingParams, unfold
+from rackmount_registry.errors import ConfigError
+from rackmount_tools.ceilings import measure_ceilings
+from rackmount_tools.costs import costs_of
+from rackmount_tools.floors import Floors
+from rackmount_tools.loads import Workload, nano, uniform
+from rackmount_tools.record import (
+    JsonFile,
+    describe_ceilings,
+    describe_engine,
+    print_table,
+    write_record,
+)
+from rackmount_tools.runs import greedy, open_engine, timed
+from rackmount_tools.shapes import ModelOrShape
+
+COLUMNS = {
+    "num_prompts": "prompts",
+    "prompt_tokens": "tokens in",
+    "output_tokens": "tokens out",
+    "seconds": "s",
+    "output_tokens_per_s": "out tok/s",
+    "total_tokens_per_s": "in + out tok/s",
+    "floor_tokens_per_s": "at most",
+    "share": "reached",
+}
+WORKLOADS = ("nano", "uniform")
+
+
+def measure(engine: Engine, load: Workload, temperature: float) -> float:
+    """Seconds of the second run."""
+    params = [
+        SamplingParams(temperature=temperature, max_tokens=n, ignore_eos=True, detokenize=False)
+        for n in load.output_lens
+    ]
+    timed(engine, [load.prompts[0][:16]], greedy(min(16, load.output_lens[0])))
+    timed(engine, load.prompts, params)
+    return timed(engine, load.fresh(seed=1).prompts, params)
+
+
+def figures_of(load: Workload, seconds: float, floor: float) -> dict[str, Any]:
+    return {
+        "num_prompts": len(load.prompts),
+        "prompt_tokens": load.num_prompt_tokens,
+        "output_tokens": load.num_output_tokens,
+        "seconds": seconds,
+        "output_tokens_per_s": load.num_output_tokens / seconds,
+        "total_tokens_per_s": (load.num_prompt_tokens + load.num_output_tokens) / seconds,
+        "floor_seconds": floor,
+        "floor_tokens_per_s": load.num_output_tokens / floor,
+        "share": floor / seconds,
+    }
+
+
+@unfold
+def bench(
+    ctx: typer.Context,
+    model: ModelOrShape,
+    workload: Annotated[
+        str, typer.Option(help="nano (as in nano-vllm's README), or uniform.")
+    ] = "uniform",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 256,
+    input_len: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.6,
+    json_file: JsonFile = None,
+    *,
+    engine: EngineOptions,
+) -> None:
+    """Output tokens per second of MODEL, beside the most that this device could give."""
+    if workload not in WORKLOADS:
+        raise ConfigError(f"workload={workload!r} must be one of {', '.join(WORKLOADS)}")
+    longest = 2049 if workload == "nano" else input_len + output_len + 1
+    with open_engine(model, engine.arguments(), ctx.obj, max_model_len=longest) as mounted:
+        rack = mounted.rack
+        load = (
+            nano()
+            if workload == "nano"
+            else uniform(num_prompts, input_len, output_len, rack.draft.vocab_size)
+        )
+        ceilings = measure_ceilings(rack.device, rack.dtype)
+        floors = Floors(costs_of(rack.draft), ceilings)
+        seconds = measure(mounted, load, temperature)
+        floor = floors.workload(load, mounted.config.max_num_seqs)
+        figures = figures_of(load, seconds, floor)
+        record = {
+            "engine": describe_engine(mounted),
+            "ceilings": describe_ceilings(ceilings),
+            "workload": workload,
+            "temperature": temperature,
+            "preemptions": mounted.stats.total_preemptions,
+            **figures,
+        }
+    print_table(f"{model}: {workload}, temperature {temperature}", COLUMNS, [figures])
+    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    write_record(json_file, record)

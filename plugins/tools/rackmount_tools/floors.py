@@ -1,0 +1,48 @@
+"""The least time in which the measured device could do what a model cannot do without.
+
+A step takes as long as its weights take to be read, or its products to be computed where that is
+more, and then its keys and values to be read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rackmount_tools.ceilings import Ceilings
+from rackmount_tools.costs import ModelCosts
+from rackmount_tools.loads import Workload
+
+
+@dataclass(frozen=True)
+class Floors:
+    """All in seconds."""
+
+    costs: ModelCosts
+    ceilings: Ceilings
+
+    def decode(self, contexts: Sequence[int] | np.ndarray) -> float:
+        """A step of one token for each context; its tokens are counted with the new one."""
+        num_tokens = len(contexts)
+        read = self.costs.weight_bytes(num_tokens) / self.ceilings.bandwidth
+        products = self.costs.flops(num_tokens, num_tokens) / self.ceilings.matmul
+        return max(read, products) + self.costs.kv_bytes(contexts) / self.ceilings.bandwidth
+
+    def prefill(self, lengths: Sequence[int]) -> float:
+        """Whole prompts of these lengths, to their first tokens."""
+        costs, rates = self.costs, self.ceilings
+        attention = {length: costs.attention_flops(length) for length in set(lengths)}
+        flops = costs.flops(sum(lengths), len(lengths)) + sum(attention[n] for n in lengths)
+        return max(costs.weight_bytes(sum(lengths)) / rates.bandwidth, flops / rates.matmul)
+
+    def workload(self, load: Workload, max_num_seqs: int) -> float:
+        """Prefill of all prompts, then decode steps that are as full as `max_num_seqs` allows; who
+        ends gives its place to the next one."""
+        left = np.array(load.output_lens) - 1  # the first token comes with the prefill
+        context = np.array([len(prompt) for prompt in load.prompts])
+        total = self.prefill(context.tolist())
+        while (running := np.flatnonzero(left > 0)[:max_num_seqs]).size:
+            context[running] += 1
+            left[running] -= 1
+            total += self.decode(context[running])
+        return total

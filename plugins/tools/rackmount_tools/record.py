@@ -1,0 +1,78 @@
+"""What a benchmark leaves: a table for people, a file for later."""
+
+import json
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rackmount import Engine
+from rackmount_registry.plain import as_plain
+from rackmount_tools.ceilings import Ceilings
+from rackmount_tools.machine import describe_machine
+
+JsonFile = Annotated[
+    Path | None,
+    typer.Option("--json", help="File for the figures, the machine and what was mounted."),
+]
+
+
+def print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
+    """`rows` as a table; `columns` are key -> heading, and a share is written in percent."""
+    table = Table(*columns.values(), title=title)
+    for row in rows:
+        table.add_row(*(_cell(key, row.get(key)) for key in columns))
+    Console().print(table)
+
+
+def _cell(key: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if key.endswith("share"):
+        return f"{value:.0%}"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)
+
+
+def write_record(file: Path | None, figures: dict[str, Any]) -> None:
+    """Writes the figures with the command and the machine, where a file is asked for."""
+    if file is not None:
+        record = {
+            "command": shlex.join(["rackmount", *sys.argv[1:]]),
+            "machine": describe_machine("torch", "rackmount-core") | describe_card(),
+            **figures,
+        }
+        file.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def describe_card() -> dict[str, object]:
+    """The GPU, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+
+
+def describe_engine(engine: Engine) -> dict[str, Any]:
+    """What was asked for, and which parts serve it."""
+    rack = engine.rack
+    parts = [*rack.parts.offers(), rack.attention.prefill, rack.attention.decode, rack.executor]
+    return {
+        "arguments": as_plain(engine.config),
+        "dtype": str(rack.dtype).removeprefix("torch."),
+        "device": str(rack.device),
+        "block_size": rack.block_size,
+        "num_kv_blocks": engine.core.num_kv_blocks,
+        "parts": sorted({f"{each.descriptor.kind}: {each.name}" for each in parts}),
+    }
+
+
+def describe_ceilings(ceilings: Ceilings) -> dict[str, Any]:
+    """In terabytes and teraflops per second; floors count with the better of read and copy."""
+    return {f"{name}_T": round(value / 1e12, 4) for name, value in asdict(ceilings).items()}

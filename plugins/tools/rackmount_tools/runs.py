@@ -1,0 +1,68 @@
+"""Runs of an engine that may be timed: all answers are whole, and nothing was thrown out on the
+way."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rackmount import Engine, RequestOutput, SamplingParams
+from rackmount_registry.errors import ConfigError, RackmountError
+from rackmount_registry.plugins import PluginManager
+from rackmount_tools.loads import Prompts
+from rackmount_tools.shapes import resolve
+
+
+def open_engine(
+    model: str, arguments: dict[str, Any], manager: PluginManager, *, max_model_len: int
+) -> Engine:
+    """An engine for a model or a shape; `max_model_len` counts where the arguments have none.
+
+    Raises:
+        ConfigError: the model does not know so many positions.
+    """
+    model, arguments = resolve(model, arguments)
+    if arguments["max_model_len"] is None:
+        arguments = arguments | {"max_model_len": max_model_len}
+    return Engine(model, manager=manager, **arguments)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """The most likely tokens, so many of them."""
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+
+
+def require_room(engine: Engine, lengths: Sequence[int]) -> None:
+    """ConfigError where requests of these lengths do not fit into the KV pool together."""
+    size = engine.rack.block_size
+    needed = sum(-(-length // size) for length in lengths)
+    if needed > engine.core.num_kv_blocks:
+        raise ConfigError(
+            f"{len(lengths)} requests of up to {max(lengths)} tokens need {needed} KV blocks of "
+            f"{size}, and the pool has {engine.core.num_kv_blocks}; choose fewer or shorter ones, "
+            "or raise kv_cache_memory_bytes"
+        )
+
+
+def timed(
+    engine: Engine,
+    prompts: Prompts,
+    params: SamplingParams | Sequence[SamplingParams],
+    now: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Seconds until all answers are there, each as long as it was asked to be."""
+    start = now()
+    outputs = engine.generate(prompts, params)
+    seconds = now() - start
+    check(outputs)
+    return seconds
+
+
+def check(outputs: Sequence[RequestOutput]) -> None:
+    """RackmountError for an answer that was refused or did not reach its length."""
+    for output in outputs:
+        for answer in output.outputs:
+            if answer.finish_reason != "length":
+                raise RackmountError(
+                    f"an answer ended by {answer.finish_reason!r} after {len(answer.token_ids)} "
+                    "tokens; its time says nothing"
+                )

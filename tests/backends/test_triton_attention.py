@@ -1,0 +1,158 @@
+"""The triton backend against the definition of causal attention, in Triton's interpreter."""
+
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers import attention
+from tests.helpers.attention import Case, Request, decoding
+from tests.helpers.interpreter import mend_loops
+
+from rackmount_backends.triton_attention import backend
+from rackmount_backends.triton_attention.backend import TritonAttention
+from rackmount_backends.triton_attention.decode import num_programs
+from rackmount_backends.triton_attention.prefill import list_tiles
+from rackmount_registry.attention import AttentionParams
+
+LAYER = AttentionParams(num_heads=4, num_kv_heads=2, head_size=64, scale=0.125)
+CHUNK = Request(query_len=7, seq_len=90)
+PREFILL = Request(query_len=37, seq_len=37)
+
+make_case = partial(
+    attention.make_case, TritonAttention, params=LAYER, dtype=torch.float32, block_size=16
+)
+
+
+@pytest.fixture(autouse=True)
+def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two multiprocessors: enough to cut requests into shares, few enough for the interpreter."""
+    mend_loops(monkeypatch)
+    monkeypatch.setattr(backend, "num_processors", lambda device: 2)
+
+
+def assert_close(case: Case) -> None:
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3}[case.q.dtype]
+    out = case.run()
+    assert out.dtype == case.q.dtype and out.shape == case.q.shape
+    torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads"), [(2, 2), (4, 2), (7, 1), (18, 1)], ids=lambda n: str(n)
+)
+def test_any_heads_are_served(num_heads: int, num_kv_heads: int, head_size: int) -> None:
+    params = AttentionParams(
+        num_heads=num_heads, num_kv_heads=num_kv_heads, head_size=head_size, scale=0.1
+    )
+    assert_close(make_case([*decoding(70), Request(query_len=5, seq_len=40)], params=params))
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 48, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_any_block_size_is_served(dtype: torch.dtype, block_size: int) -> None:
+    requests = [*decoding(1, 129), CHUNK, PREFILL]
+    assert_close(make_case(requests, dtype=dtype, block_size=block_size))
+
+
+@pytest.mark.parametrize("soft_cap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 5, 64, 70, 500])
+def test_windows_and_soft_caps_hold_in_both_kernels(
+    window: int | None, soft_cap: float | None
+) -> None:
+    params = replace(LAYER, scale=0.5, sliding_window=window, soft_cap=soft_cap)
+    assert_close(make_case([*decoding(150, 3), CHUNK, PREFILL], params=params))
+
+
+def test_a_window_narrower_than_a_tile_of_many_tokens_hides_whole_tiles_of_keys() -> None:
+    params = AttentionParams(num_heads=1, num_kv_heads=1, head_size=16, scale=0.3, sliding_window=3)
+    assert_close(make_case([Request(query_len=150, seq_len=200)], params=params))
+
+
+@pytest.mark.parametrize("lengths", [[400], [300, 5], [1, 260, 64, 65, 17], [200] * 5])
+def test_shares_of_a_request_are_merged(lengths: list[int]) -> None:
+    case = make_case(decoding(*lengths))
+    assert_close(case)
+    assert_close(case)  # the counts are back at zero
+
+
+def test_a_request_alone_is_shared_by_all_programs() -> None:
+    case = make_case(decoding(400))
+    levels = case.backend._workspace.levels.fill_(float("nan"))
+    case.run()
+    programs = num_programs(1, LAYER.num_kv_heads, 2)
+    assert programs > 1
+    assert int(levels.isfinite().sum()) == programs * LAYER.num_heads
+
+
+def test_a_static_batch_follows_the_lengths_on_the_device() -> None:
+    """Planned once, as at a capture, with lengths that are no longer true."""
+    case = make_case(decoding(200, 30, 1))
+    stale = replace(
+        case.batch, seq_lens=np.array([7, 1, 1], np.int32), block_table=None, is_static=True
+    )
+    plan = case.backend.plan(stale)
+    for lengths in ([200, 30, 1], [3, 20, 1]):
+        case.batch.on_device.seq_lens.copy_(torch.tensor(lengths))
+        pairs = zip(case.sequences, lengths, strict=True)
+        now = replace(case, sequences=[(k[:n], v[:n]) for (k, v), n in pairs])
+        out = case.backend.run(case.q, case.cache, plan, case.params)
+        torch.testing.assert_close(out.double(), now.expected(), rtol=1e-5, atol=1e-5)
+
+
+def test_a_view_of_the_projection_is_taken_as_it_comes() -> None:
+    case = make_case([*decoding(70), CHUNK])
+    q = torch.cat((case.q, torch.full_like(case.q, float("nan"))), 1)[:, : LAYER.num_heads]
+    assert_close(replace(case, q=q))
+
+
+def test_a_step_without_requests_gives_no_rows() -> None:
+    assert make_case([]).run().shape == (0, LAYER.num_heads, LAYER.head_size)
+
+
+@st.composite
+def request_lists(draw: st.DrawFn) -> list[Request]:
+    requests = []
+    for _ in range(draw(st.integers(1, 4))):
+        seq_len = draw(st.integers(1, 150))
+        requests.append(
+            Request(query_len=draw(st.just(1) | st.integers(1, min(seq_len, 50))), seq_len=seq_len)
+        )
+    return requests
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    requests=request_lists(),
+    num_kv_heads=st.sampled_from((1, 3)),
+    window=st.none() | st.integers(1, 80),
+    seed=st.integers(0, 2**16),
+)
+def test_any_batch_equals_the_definition(
+    requests: list[Request], num_kv_heads: int, window: int | None, seed: int
+) -> None:
+    params = AttentionParams(
+        num_heads=3, num_kv_heads=num_kv_heads, head_size=16, scale=0.4, sliding_window=window
+    )
+    assert_close(make_case(requests, params=params, seed=seed))
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 16, 64, 256, 512])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
+def test_there_are_programs_for_every_request_and_few_too_many(
+    num_kv_heads: int, num_requests: int
+) -> None:
+    slots = 132 * 3
+    programs = num_programs(num_requests, num_kv_heads, slots)
+    assert programs > num_requests
+    assert programs * num_kv_heads <= max(5 * slots, num_requests * num_kv_heads + slots)
+
+
+def test_tiles_cover_every_chunk_once_and_the_longest_context_comes_first() -> None:
+    query_lens, seq_lens = np.array([5, 1, 70, 32]), np.array([5, 9, 100, 500])
+    tiles = list_tiles(np.array([0, 2, 3]), query_lens, seq_lens, 32)
+    assert tiles.tolist() == [[3, 0], [2, 64], [2, 32], [2, 0], [0, 0]]

@@ -1,0 +1,157 @@
+"""The Triton linear kernel in the interpreter, against float64; what chooses its tiling."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.helpers.interpreter import last_program_first, mend_loops
+from torch import Tensor
+
+from rackmount_backends.triton_linear import linear, tuning
+from rackmount_backends.triton_linear.linear import Prepared, TritonLinear
+from rackmount_backends.triton_linear.tuning import BUCKETS, MAX_PARTS, Tiling
+from rackmount_registry.formats import EPILOGUES, Weight
+
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3}
+WHOLE = Tiling(block_n=16, block_k=16, share=8, stages=2, warps=4, prefetch=2, tma=False)
+"""Of K = 128: a program has a tile."""
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64).to(dtype)
+
+
+def prepare(tiling: Tiling | None, n: int, k: int, dtype: torch.dtype = torch.float32) -> Prepared:
+    weight = Weight("dense", {"weight": draw(n, k, dtype=dtype)}, (n,), k)
+    return TritonLinear(lambda *_: tiling).prepare(weight)
+
+
+def run(epilogue: str, x: Tensor, prepared: Prepared, bias: Tensor | None = None) -> Tensor:
+    """The product with its epilogue, held to float64."""
+    kernel, n = TritonLinear(), len(prepared.weight)
+    wide = x.double() @ prepared.weight.double().T
+    wide = wide if bias is None else wide + bias.double()
+    if epilogue == "none":
+        out = kernel.run(x, prepared, bias)
+    elif epilogue == "silu_mul":
+        out = kernel.run_silu_mul(x, prepared, bias)
+        gate, up = wide.chunk(2, -1)
+        wide = torch.nn.functional.silu(gate) * up
+    else:
+        residual = draw(len(x), n + 3, dtype=x.dtype)[:, 3:]
+        out = kernel.run_add(x, prepared, bias, residual)
+        wide = wide + residual.double()
+    assert out.dtype == x.dtype and out.is_contiguous()
+    tolerance = TOLERANCES[x.dtype]
+    torch.testing.assert_close(out.double(), wide, rtol=tolerance, atol=tolerance * 10)
+    return out
+
+
+@pytest.fixture(autouse=True)
+def loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    mend_loops(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody writes is not a number."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(linear.torch, "empty", lambda *a, **k: torch.full(*a, torch.nan, **k))
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "add"])
+@pytest.mark.parametrize("share", [1, 3, 4, 5, 8, 12, 16, 100])
+@pytest.mark.parametrize("backward", [False, True])
+def test_programs_may_share_tiles_in_any_way_and_come_in_any_order(
+    epilogue: str, share: int, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if backward:
+        last_program_first(monkeypatch)
+    prepared = prepare(replace(WHOLE, share=share), 28, 128)
+    run(epilogue, draw(3, 136)[:, 8:], prepared, draw(28) if backward else None)
+    assert not prepared.arrivals.any()
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "add"])
+def test_half_precision_is_rounded_once(epilogue: str) -> None:
+    half = torch.float16
+    prepared = prepare(replace(WHOLE, share=5), 44, 128, half)
+    run(epilogue, draw(3, 128, dtype=half), prepared, draw(44, dtype=half))
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "add"])
+@pytest.mark.parametrize("rows", [1, 2, 16, 17, 33])
+@pytest.mark.parametrize(("n", "k"), [(6, 5), (16, 16), (34, 50)])
+def test_sizes_need_not_fill_tiles(epilogue: str, rows: int, n: int, k: int) -> None:
+    tiling = replace(WHOLE, block_k=32, share=1)
+    run(epilogue, draw(rows, k), prepare(tiling, n, k), draw(n))
+
+
+def test_more_programs_may_share_a_tile_than_there_are_tiles() -> None:
+    run("none", draw(2, 16 * MAX_PARTS), prepare(replace(WHOLE, share=1), 16, 16 * MAX_PARTS))
+
+
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "add"])
+def test_without_a_tiling_the_product_is_cublas_s(epilogue: str) -> None:
+    for biased in (False, True):
+        run(epilogue, draw(3, 40), prepare(None, 24, 40), draw(24) if biased else None)
+
+
+@pytest.mark.parametrize("tiling", [WHOLE, None], ids=["kernel", "cublas"])
+@pytest.mark.parametrize("epilogue", ["none", "silu_mul", "add"])
+def test_no_tokens_and_too_many_of_them_are_products_too(
+    tiling: Tiling | None, epilogue: str
+) -> None:
+    prepared = prepare(tiling, 32, 64)
+    assert len(run(epilogue, draw(0, 64), prepared)) == 0
+    run(epilogue, draw(tuning.MAX_ROWS + 1, 64), prepared)
+
+
+@pytest.mark.parametrize("share", [3, 4])
+def test_a_row_does_not_depend_on_the_other_rows(share: int) -> None:
+    prepared = prepare(replace(WHOLE, share=share), 48, 64)
+    x = draw(5, 64)
+    out = run("none", x, prepared)
+    x[[0, 1, 3, 4]] = torch.nan
+    assert torch.equal(TritonLinear().run(x, prepared, None)[2], out[2])
+
+
+def test_the_parts_of_a_tile_are_what_its_blocks_say() -> None:
+    for blocks in range(1, 20):
+        for share in range(1, 50):
+            tiling = replace(WHOLE, share=share)
+            counts = [
+                (tile * blocks + blocks - 1) // share - tile * blocks // share + 1
+                for tile in range(share)
+            ]
+            assert tiling.parts(16 * blocks) >= max(counts)
+            if tiling.aligned(16 * blocks):
+                assert tiling.parts(16 * blocks) == max(counts)
+
+
+def test_a_table_says_which_tiling_or_that_cublas_is_faster() -> None:
+    table = tuning.parse(
+        {
+            "fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "tma"],
+            "shapes": {"48x64 add": {"1": [16, 16, 8, 2, 4, 2, False], "2": None}},
+        }
+    )
+    assert table == {"48x64 add": {1: WHOLE, 2: None}}
+
+
+def test_the_rule_gives_tilings_that_run_and_stops_where_cublas_is_good() -> None:
+    for n, k in ((28672, 4096), (4096, 14336), (151936, 1024), (1024, 2048), (16, 128)):
+        for bucket in BUCKETS:
+            tiling = tuning.rule(n, k, bucket, num_sms=132)
+            assert (tiling is None) == (bucket > tuning.RULED_ROWS)
+            assert tiling is None or tiling.parts(k) <= MAX_PARTS
+    assert tuning.rule(4096, 4097, 1, num_sms=132) is None
+
+
+def test_shipped_tables_hold_legal_tilings() -> None:
+    for file in (tuning.files(tuning.__package__) / "tuned").iterdir():
+        for name, row in tuning.parse(tuning.json.loads(file.read_text())).items():
+            shape, epilogue = name.split()
+            assert epilogue in ("none", *EPILOGUES) and set(row) <= set(BUCKETS)
+            parts = [tiling.parts(int(shape.split("x")[1])) for tiling in row.values() if tiling]
+            assert max(parts, default=1) <= MAX_PARTS

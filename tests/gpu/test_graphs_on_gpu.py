@@ -1,0 +1,133 @@
+"""Captured decode steps give what eager ones give, with every attention backend that is here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.checkpoints import tiny_checkpoint
+from tests.helpers.engines import (
+    assert_idle,
+    distributions,
+    greedy,
+    rows,
+    tiny_engine,
+    tokens_of,
+)
+from tests.helpers.mounting import plugins
+
+from rackmount import Engine, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+SIZES = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+
+BACKENDS = [
+    offer.name
+    for offer in plugins().offers("attention_backend")
+    if offer.name != "torch" and not offer.missing()
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_checkpoint(tmp_path_factory.mktemp("tiny"), "qwen3", **SIZES)[0]
+
+
+def engine_of(folder: Path, **arguments: Any) -> Engine:
+    given = {"device": "cuda", "dtype": "bfloat16", "block_size": None, "num_kv_blocks": 64}
+    return tiny_engine(folder, **(given | arguments))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_graphs_give_the_tokens_of_eager_steps(folder: Path, backend: str) -> None:
+    """All batch sizes from 1 to the limit, most of them between two captured ones: requests end one
+    after another."""
+    prompts = rows(*range(3, 24))
+    params = [greedy(2 + index) for index in range(len(prompts))]
+    found = []
+    for eager in (False, True):
+        with engine_of(folder, backend=backend, enforce_eager=eager, max_num_seqs=21) as engine:
+            assert engine.rack.captures_graphs is not eager
+            found.append(tokens_of(engine, prompts, params))
+            assert_idle(engine)
+    assert found[0] == found[1]
+    assert len({tuple(each) for each in found[0]}) > 15
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_are_near_those_of_the_reference(folder: Path, backend: str) -> None:
+    """Prompt in chunks, and each token of the output again as a prompt: the logits of prefill and
+    decode."""
+    prompts = rows(40, 7, 21)
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, logprobs=97, prompt_logprobs=97
+    )
+    found = {}
+    for name, dtype in (("torch", "float32"), (backend, "bfloat16")):
+        with engine_of(
+            folder, backend=name, dtype=dtype, max_num_batched_tokens=16, op_set="auto"
+        ) as engine:
+            outputs = engine.generate(prompts, params)
+            found[name] = [
+                torch.cat(
+                    (distributions(o.prompt_logprobs[1:]), distributions(o.outputs[0].logprobs[:1]))
+                )
+                for o in outputs
+            ]
+    for ours, expected in zip(found[backend], found["torch"], strict=True):
+        assert (ours - expected).norm() / expected.norm() < 1e-2
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_a_row_s_text_does_not_depend_on_what_its_mates_ask_for(
+    folder: Path, enforce_eager: bool
+) -> None:
+    """Penalties, rules and logprobs take a step's sampling out of its graph."""
+    prompts = rows(9, 12, 15, 8)
+    plain = SamplingParams(temperature=0.7, seed=5, max_tokens=20, ignore_eos=True)
+    special = [
+        SamplingParams(temperature=0.7, seed=6, max_tokens=9, repetition_penalty=1.3),
+        SamplingParams(temperature=0, max_tokens=12, logprobs=3, logit_bias={5: 4.0}),
+        SamplingParams(temperature=0.9, seed=7, max_tokens=15, top_p=0.8, min_tokens=4),
+    ]
+    with engine_of(folder, dtype="float32", enforce_eager=enforce_eager) as engine:
+        alone = tokens_of(engine, prompts[:1], [plain])
+        together = tokens_of(engine, prompts, [plain, *special])
+        assert together[0] == alone[0]
+        again = tokens_of(engine, prompts, [plain, *special])
+        assert again == together
+        assert_idle(engine)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_preemption_and_steps_in_flight_change_nothing(folder: Path, backend: str) -> None:
+    prompts = rows(20, 24, 22, 18, 25)
+    found = []
+    for blocks, ahead in ((64, False), (11, True)):
+        with engine_of(
+            folder, backend=backend, block_size=16, num_kv_blocks=blocks, async_scheduling=ahead
+        ) as engine:
+            found.append(tokens_of(engine, prompts, greedy(30)))
+            preemptions = engine.stats.total_preemptions
+            assert_idle(engine)
+    assert preemptions > 0
+    assert found[0] == found[1]
+
+
+def test_memory_is_what_was_asked_for(folder: Path) -> None:
+    """The pool takes what weights, activations and graphs leave of the share."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    share = 1 - (free - 4 * 2**30) / total
+    with engine_of(
+        folder,
+        num_kv_blocks=None,
+        max_num_seqs=4096,
+        max_num_batched_tokens=4096,
+        gpu_memory_utilization=share,
+    ) as engine:
+        tokens_of(engine, rows(30, 40), greedy(8))
+        left, _ = torch.cuda.mem_get_info()
+        assert engine.core.kv_bytes > 2**28
+    assert free - left < 4.2 * 2**30

@@ -1,0 +1,168 @@
+"""The arithmetic of latencies, against engines and clocks whose times are known."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rackmount import Completion, RequestOutput, TextChunk
+from rackmount_registry.errors import ConfigError, RackmountError
+from rackmount_tools.bench_interference import measure as measure_interference
+from rackmount_tools.bench_latency import batch_sizes, measure, measure_steady, ramp_len
+from rackmount_tools.clocks import HostClock
+
+PREFILL_S, STEP_S = 2.0, 0.25
+PROMPTS = [[1, 2, 3]] * 4
+
+
+class Timeline:
+    """A clock that stands still unless it is told."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeEngine:
+    """Prefills one prompt a step, together with those that decode already; every step has its
+    time."""
+
+    def __init__(self, timeline: Timeline, finish_reason: str = "length") -> None:
+        self.timeline = timeline
+        self.finish_reason = finish_reason
+        self.asked: list[int] = []
+        self.total_computed_tokens = 0
+
+    @property
+    def stats(self) -> "FakeEngine":
+        return self
+
+    def generate(self, prompts: Any, params: Any) -> list[RequestOutput]:
+        self.asked.append(params.max_tokens)
+        self.timeline.now += PREFILL_S + STEP_S * (params.max_tokens - 1)
+        answer = Completion(
+            index=0, text="", token_ids=[0] * params.max_tokens, finish_reason=self.finish_reason
+        )
+        return [RequestOutput(prompt_token_ids=p, completions=[answer]) for p in prompts]
+
+    def stream(self, prompts: Any, params: Any) -> Iterator[TextChunk]:
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        left, begun = [one.max_tokens for one in each], 0
+        while any(left):
+            if begun < len(prompts):
+                self.timeline.now += PREFILL_S
+                self.total_computed_tokens += len(prompts[begun])
+                begun += 1
+            running = [i for i in range(begun) if left[i]]
+            self.timeline.now += STEP_S * len(running)
+            self.total_computed_tokens += len(running)
+            for index in running:
+                left[index] -= 1
+                yield TextChunk(
+                    prompt_index=index,
+                    index=0,
+                    text="",
+                    token_ids=[0],
+                    num_prompt_tokens=len(prompts[index]),
+                    num_cached_tokens=0,
+                    finish_reason=None if left[index] else "length",
+                )
+
+
+class Marks(HostClock):
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__()
+        self._timeline = timeline
+
+    def mark(self) -> None:
+        self._marks.append(self._timeline.now)
+
+
+def test_a_step_is_the_difference_of_129_tokens_and_one_over_128() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline)
+    times = measure(engine, PROMPTS, 128, 3, timeline)
+    assert engine.asked == [1, 129] * 3
+    assert (times.prefill, times.step) == (PREFILL_S, STEP_S)
+
+
+def test_an_answer_that_was_cut_short_is_not_timed() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline, finish_reason="error")
+    with pytest.raises(RackmountError, match="ended by 'error' after 1 tokens"):
+        measure(engine, PROMPTS, 8, 1, timeline)
+
+
+def test_steady_steps_are_those_in_which_all_decode() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline)
+    steady = measure_steady(engine, PROMPTS, 10, Marks(timeline))
+    assert steady is not None
+    # The last of 4 begins in the 4th step, the first ends in the 10th: steps 5 to 9 are whole.
+    assert (steady.step, steady.count) == (4 * STEP_S, 5)
+    # The first answers have 4, 3, 2 and 1 tokens then, and 9, 8, 7 and 6 after the 9th step.
+    assert steady.context == 3 + 5
+
+
+def test_without_two_whole_steps_there_is_no_steady_time() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline)
+    assert measure_steady(engine, PROMPTS, 4, Marks(timeline)) is None
+
+
+@pytest.mark.parametrize(
+    ("batch", "budget", "steps"), [(1, 2048, 1), (16, 2048, 9), (256, 2048, 147), (64, 32, 65536)]
+)
+def test_the_ramp_is_bounded_by_what_decoding_leaves_of_the_budget(
+    batch: int, budget: int, steps: int
+) -> None:
+    assert ramp_len(batch, 1024, budget) == steps + 2
+
+
+def test_batch_sizes_are_numbers() -> None:
+    assert batch_sizes("1,16, 64") == [1, 16, 64]
+    for wrong in ("", "1,,2", "0", "many"):
+        with pytest.raises(ConfigError, match="batch_sizes="):
+            batch_sizes(wrong)
+
+
+def test_gaps_are_of_those_who_decode_while_long_prompts_are_prefilled() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline)
+    alone = measure_interference(engine, PROMPTS[:2], 8, [], timeline)
+    assert set(alone.gaps) == {2 * STEP_S}
+    beside = measure_interference(engine, PROMPTS[:2], 8, [[0] * 50] * 20, timeline)
+    # A long prompt's step has a prefill and three tokens.
+    assert set(beside.gaps) == {PREFILL_S + 3 * STEP_S}
+    assert len(beside.gaps) == 2 * 5 - 1  # the step that ends the first is not taken in whole
+    steps = beside.seconds / (PREFILL_S + 3 * STEP_S)
+    assert beside.computed == steps * (50 + 3)
+
+
+def test_long_prompts_that_run_out_are_an_error() -> None:
+    timeline = Timeline()
+    engine: Any = FakeEngine(timeline)
+    with pytest.raises(RackmountError, match="all 2 long prompts were done before"):
+        measure_interference(engine, PROMPTS[:2], 8, [[0] * 50] * 2, timeline)
+
+
+def test_latencies_stand_beside_their_floors(record_of: Callable[[str], dict[str, Any]]) -> None:
+    record = record_of("latency --batch-sizes 1,3 --input-len 12 --output-len 5 --repeats 1")
+    phases = [(row["batch"], row["phase"]) for row in record["phases"]]
+    assert phases == [(n, phase) for n in (1, 3) for phase in ("prefill", "step", "steady")]
+    for row in record["phases"]:
+        assert row["floor_ms"] > 0
+        assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
+        num_tokens = row["batch"] * (12 if row["phase"] == "prefill" else 1)
+        assert row["tokens_per_s"] == pytest.approx(num_tokens / row["ms"] * 1e3)
+    assert record["engine"]["arguments"]["enable_prefix_caching"] is False
+    assert {"read_T", "copy_T", "matmul_T"} == set(record["ceilings"])
+    assert {"torch", "rackmount-core", "processor"} <= set(record["machine"])
+    assert "attention_backend: torch" in record["engine"]["parts"]
+
+
+def test_a_pool_that_is_too_small_is_refused(record_of: Callable[[str], dict[str, Any]]) -> None:
+    with pytest.raises(AssertionError, match=r"3 requests .* need \d+ KV blocks .* pool has 2"):
+        record_of("latency --batch-sizes 3 --input-len 12 --output-len 5 --num-kv-blocks 2")

@@ -1,0 +1,138 @@
+"""Floors, against figures worked out by hand."""
+
+import pytest
+import torch
+from tests.helpers.mounting import plugins
+
+from rackmount.loading.safetensors_reader import read_json
+from rackmount_registry.axes import Mesh, Solo
+from rackmount_registry.config import ConfigReader
+from rackmount_registry.descriptors import Architecture
+from rackmount_registry.mount import Draft, draft
+from rackmount_tools.ceilings import Ceilings
+from rackmount_tools.costs import AttentionLayer, ExpertLayer, ModelCosts, costs_of
+from rackmount_tools.floors import Floors
+from rackmount_tools.loads import Workload, nano
+from rackmount_tools.shapes import SHAPES, resolve
+
+H200 = Ceilings(read=4.3e12, copy=4.2e12, matmul=791e12)
+
+
+def drafted(shape: str, mesh: Mesh | None = None) -> Draft:
+    reader = ConfigReader(read_json(SHAPES[shape]))
+    architecture = plugins().claimed(Architecture, reader.architectures[0])
+    return draft(architecture.load(), reader, dtype=torch.bfloat16, mesh=mesh)
+
+
+def floors(shape: str) -> Floors:
+    return Floors(costs_of(drafted(shape)), H200)
+
+
+LAYER = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+NORMS = (2 * 32 + 1) * 4096
+
+
+def test_llama_8b_reads_15_gigabytes_a_step_and_128_kibibytes_a_token() -> None:
+    costs = costs_of(drafted("llama-8b"))
+    head = 128256 * 4096
+    assert costs.dense_params == 32 * LAYER
+    assert costs.head_params == head
+    assert costs.dense_bytes == 2 * (32 * LAYER + NORMS + head) == 15_009_849_344
+    assert costs.weight_bytes(1) == costs.weight_bytes(256) == costs.dense_bytes
+    assert costs.kv_bytes([1]) == 128 * 1024
+    assert costs.kv_bytes([1000, 24]) == 1024 * 128 * 1024
+    assert costs.flops(10, 3) == 2 * (10 * 32 * LAYER + 3 * head)
+    assert costs.attention_flops(3) == 32 * 4 * 4096 * (1 + 2 + 3)
+
+
+def test_a_tied_head_is_read_and_the_embedding_is_not() -> None:
+    costs = costs_of(drafted("qwen3-0.6b"))
+    layer = 1024 * (2048 + 2 * 1024) + 2048 * 1024 + 3 * 1024 * 3072
+    norms = 28 * (2 * 1024 + 2 * 128) + 1024
+    assert costs.dense_bytes == 2 * (28 * layer + norms + 151936 * 1024)
+
+
+def test_of_experts_those_are_read_that_are_routed_to() -> None:
+    costs = costs_of(drafted("qwen3-30b-a3b-16l"))
+    expert = 3 * 2048 * 768
+    assert len(costs.experts) == 16
+    assert costs.experts[0] == ExpertLayer(
+        count=128, top_k=8, bytes=128 * 2 * expert, params=128 * expert
+    )
+    assert costs.weight_bytes(1) - costs.dense_bytes == pytest.approx(16 * 8 * 2 * expert)
+    assert costs.weight_bytes(10**6) == pytest.approx(costs.dense_bytes + 16 * 128 * 2 * expert)
+    two = 128 * (1 - (15 / 16) ** 2)
+    assert costs.experts[0].bytes_read(2) == pytest.approx(two * 2 * expert)
+    assert costs.experts[0].params_per_token == 8 * expert
+
+
+def test_a_rank_of_two_reads_half_of_what_is_split() -> None:
+    whole = costs_of(drafted("llama-8b"))
+    half = costs_of(drafted("llama-8b", Mesh.tensor_parallel(Solo(1, 2))))
+    assert half.dense_bytes == (whole.dense_bytes - 2 * NORMS) / 2 + 2 * NORMS
+    assert half.kv_bytes([7]) == whole.kv_bytes([7]) / 2
+
+
+def test_a_window_bounds_what_a_token_sees() -> None:
+    layers = (AttentionLayer(kv_bytes_per_token=10, query_size=3, window=4),)
+    costs = ModelCosts(dense_bytes=0, dense_params=0, head_params=0, experts=(), attention=layers)
+    assert costs.kv_bytes([2, 9]) == 10 * (2 + 4)
+    assert costs.attention_flops(6) == 4 * 3 * (1 + 2 + 3 + 4 + 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "milliseconds"),
+    [
+        ("llama-8b", 1, 3.5),
+        ("llama-8b", 16, 4.0),
+        ("llama-8b", 64, 5.6),
+        ("llama-8b", 256, 13.3),  # 4.9 of arithmetic, which is above the 3.5 of weights
+        ("qwen3-30b-a3b-16l", 1, 0.57),
+        ("qwen3-30b-a3b-16l", 16, 3.3),
+        ("qwen3-30b-a3b-16l", 64, 5.2),
+        ("qwen3-30b-a3b-16l", 256, 6.9),
+    ],
+)
+def test_decode_floors_of_an_h200(shape: str, batch: int, milliseconds: float) -> None:
+    context = 1024 + 64
+    assert floors(shape).decode([context] * batch) * 1e3 == pytest.approx(milliseconds, rel=0.02)
+
+
+def test_the_prefill_floor_is_arithmetic_for_many_tokens_and_weights_for_one() -> None:
+    long, costs = floors("llama-8b"), costs_of(drafted("llama-8b"))
+    flops = costs.flops(16 * 1024, 16) + 16 * costs.attention_flops(1024)
+    assert long.prefill([1024] * 16) == pytest.approx(flops / 791e12)
+    assert long.prefill([1]) == pytest.approx(costs.dense_bytes / 4.3e12)
+
+
+def test_a_workload_decodes_as_full_as_it_may() -> None:
+    costs = ModelCosts(dense_bytes=10, dense_params=0, head_params=0, experts=(), attention=())
+    rates = Ceilings(read=10.0, copy=1.0, matmul=1.0)  # a second for each step
+    load = Workload(prompts=[[0]] * 3, output_lens=[3, 5, 2], vocab_size=1)
+    for max_num_seqs, steps in ((3, 4), (2, 4), (1, 2 + 4 + 1)):
+        assert Floors(costs, rates).workload(load, max_num_seqs) == 1 + steps
+
+
+def test_the_nano_workload_is_that_of_nano_vllm() -> None:
+    load = nano()
+    assert (len(load.prompts), load.num_output_tokens) == (256, 133_966)
+    assert load.num_prompt_tokens == 142_827
+    assert {min(map(min, load.prompts)), max(map(max, load.prompts))} <= set(range(10_001))
+    fresh = load.fresh(seed=1)
+    assert list(map(len, fresh.prompts)) == list(map(len, load.prompts))
+    assert fresh.prompts != load.prompts and fresh.output_lens == load.output_lens
+    assert max(map(max, fresh.prompts)) <= 10_000
+
+
+def test_the_floor_of_the_nano_workload_on_an_h200() -> None:
+    load = nano()
+    seconds = floors("qwen3-0.6b").workload(load, 256)
+    assert load.num_output_tokens / seconds == pytest.approx(36_000, rel=0.03)
+
+
+def test_a_shape_has_random_weights_and_a_path_has_its_own() -> None:
+    given = {"load_format": "auto", "tp": 2}
+    model, arguments = resolve("llama-8b", given)
+    assert model == str(SHAPES["llama-8b"])
+    assert arguments == {"load_format": "dummy", "tp": 2}
+    assert resolve("owner/llama-8b", given) == ("owner/llama-8b", given)
