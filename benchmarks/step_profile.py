@@ -1,12 +1,12 @@
-"""Where a decode step's time goes on this GPU, kernel by kernel.
+"""Where a step's time goes on this GPU, kernel by kernel.
 
-Usage: python benchmarks/step_profile.py [--model llama-8b] [--batch 1 16 64 256] [--input-len 1024]
-       [--out FILE.json] [--engine key=value ...]
+Usage: python benchmarks/step_profile.py [--model llama-8b] [--batch 1 16 64 256] [--prefill 16]
+       [--input-len 1024] [--trace FILE.json] [--out FILE.json] [--engine key=value ...]
 
-Random weights, greedy, all requests decoding. From the profiler's trace of some steps, each kernel
-has the time from the end of the kernel before to its own end: kernels that start early and wait for
-the one before do not count twice, and gaps count for what comes after them. The host's clock gives
-the whole step over other steps, unobserved.
+Random weights, greedy. Decode steps of so many requests, and the prefill of so many prompts. From
+the profiler's trace, each kernel has the time from the end of the kernel before to its own end:
+kernels that start early and wait for the one before do not count twice, and gaps count for what
+comes after them. The host's clock gives the whole step over other steps, unobserved.
 """
 
 import argparse
@@ -31,6 +31,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument("--trace", type=Path, help="the last decode profile, for a viewer")
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--engine", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path)
@@ -41,21 +43,26 @@ def main() -> None:
     model, given = resolve(args.model, given)
     with Engine(model, **given) as engine:
         for batch in args.batch:
-            figures[batch] = measure(engine, batch, args.input_len)
-            show(batch, figures[batch])
+            figures[f"decode {batch}"] = decode(engine, batch, args.input_len, args.trace)
+        for batch in args.prefill:
+            figures[f"prefill {batch}"] = prefill(engine, batch, args.input_len)
+        for name, each in figures.items():
+            show(name, each)
     if args.out:
         machine = describe_machine("torch", "triton") | {"device": torch.cuda.get_device_name()}
         record = {"machine": machine, "model": args.model, "engine": given, "steps": figures}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
-def measure(engine: Engine, batch: int, input_len: int) -> dict[str, Any]:
-    """Microseconds a step, of each kernel and in all."""
+def prompts_of(engine: Engine, batch: int, input_len: int) -> list[list[int]]:
     vocab = engine.rack.draft.vocab_size
-    generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(vocab, (batch, input_len), generator=generator).tolist()
+    return torch.randint(vocab, (batch, input_len)).tolist()
+
+
+def decode(engine: Engine, batch: int, input_len: int, file: Path | None) -> dict[str, Any]:
+    """Microseconds a step, of each kernel and in all."""
     params = SamplingParams(temperature=0, max_tokens=4 * STEPS + 40, ignore_eos=True)
-    stream = engine.stream(prompts, params)
+    stream = engine.stream(prompts_of(engine, batch, input_len), params)
 
     def steps(count: int) -> float:
         torch.cuda.synchronize()
@@ -67,26 +74,46 @@ def measure(engine: Engine, batch: int, input_len: int) -> dict[str, Any]:
 
     steps(batch // 8 + 8)
     step_us = steps(STEPS)
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    activities = [ProfilerActivity.CUDA] + [ProfilerActivity.CPU] * (file is not None)
+    with profile(activities=activities) as trace:
         steps(STEPS)
     stream.close()
-    kernels: dict[str, list[float]] = defaultdict(list)
+    if file:
+        trace.export_chrome_trace(str(file))
+    return {"step_us": step_us, "kernels": kernels(trace, STEPS)}
+
+
+def prefill(engine: Engine, batch: int, input_len: int) -> dict[str, Any]:
+    """The same for prompts of which all are computed, in as many steps as it takes."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    times = []
+    for _ in range(3):
+        prompts = prompts_of(engine, batch, input_len)
+        begin = time.perf_counter()
+        engine.generate(prompts, params)
+        times.append((time.perf_counter() - begin) * 1e6)
+    prompts = prompts_of(engine, batch, input_len)
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        engine.generate(prompts, params)
+    return {"step_us": min(times), "kernels": kernels(trace, 1)}
+
+
+def kernels(trace: profile, num_steps: int) -> dict[str, dict[str, float]]:
+    """By name, the longest first: microseconds and launches a step."""
+    found: dict[str, list[float]] = defaultdict(list)
     events = [it for it in trace.events() if it.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda it: it.time_range.end)
     for before, event in pairwise(events):
-        kernels[event.name].append(event.time_range.end - before.time_range.end)
+        found[event.name].append(event.time_range.end - before.time_range.end)
     return {
-        "step_us": step_us,
-        "kernels": {
-            name: {"us": sum(times) / STEPS, "launches": len(times) / STEPS}
-            for name, times in sorted(kernels.items(), key=lambda item: -sum(item[1]))
-        },
+        name: {"us": sum(times) / num_steps, "launches": len(times) / num_steps}
+        for name, times in sorted(found.items(), key=lambda item: -sum(item[1]))
     }
 
 
-def show(batch: int, figures: dict[str, Any]) -> None:
+def show(name: str, figures: dict[str, Any]) -> None:
     busy = sum(each["us"] for each in figures["kernels"].values())
-    print(f"batch {batch}: step {figures['step_us']:.0f} us, kernels {busy:.0f} us")
+    print(f"{name}: step {figures['step_us']:.0f} us, kernels {busy:.0f} us")
     for name, each in list(figures["kernels"].items())[:14]:
         print(f"  {each['us']:9.1f} us {each['launches']:7.1f} x  {name[:90]}")
 

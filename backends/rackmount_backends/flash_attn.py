@@ -9,9 +9,7 @@ behind `seq_lens` then weighs zero, but must be finite. Pages of other sizes are
 """
 
 import os
-import tempfile
 from dataclasses import dataclass
-from getpass import getuser
 from pathlib import Path
 
 import torch
@@ -39,6 +37,9 @@ class FlashAttention:
     """See `rackmount_registry.attention.AttentionBackend`."""
 
     def __init__(self, context: AttentionContext) -> None:
+        # It keeps compiled kernels only where it is told to, before it is imported.
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernel_folder()))
         from flash_attn.cute import flash_attn_varlen_func  # loads a compiler: not for `jit`
 
         self._attend = flash_attn_varlen_func
@@ -83,19 +84,16 @@ class FlashAttention:
 def missing_kernels(demand: Demand) -> str:
     """Why kernels would have to be compiled first; empty when there are compiled ones on the disk.
 
-    FlashAttention keeps them there only where it is told to, and names the files by a hash that
-    cannot be known without loading the compiler: so any forward kernel is taken for the ones that
-    are needed. A variant that is missing after all takes seconds.
+    The names of the files cannot be known without loading the compiler: any forward kernel is taken
+    for the ones that are needed. A variant that is missing after all takes seconds.
     """
-    if os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0") != "1":
-        return (
-            "it compiles its kernels anew in every process unless "
-            "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED=1"
-        )
-    if given := os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"):
-        folder = Path(given)
-    else:
-        folder = Path(tempfile.gettempdir()) / getuser() / "flash_attention_cute_dsl_cache"
+    folder = kernel_folder()
     if any(folder.glob("*/fwd/*.o")):
         return ""
     return f"its kernels have yet to be compiled: ask for it by name once (none is in {folder})"
+
+
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept for the next process."""
+    given = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "rackmount" / "flash-attn"

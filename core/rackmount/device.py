@@ -16,3 +16,9 @@ def upload(array: np.ndarray, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return host
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def upload_into(target: Tensor, array: np.ndarray) -> None:
+    """The same into memory that is there: `target` has the array's shape and dtype."""
+    host = torch.from_numpy(array)
+    target.copy_(host if target.device.type == "cpu" else host.pin_memory(), non_blocking=True)

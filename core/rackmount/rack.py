@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from rackmount.config import DTYPES, EngineConfig
+from rackmount.execution.sizes import MIXED_SIZES, decode_sizes
 from rackmount.executors.choice import choose_executor
 from rackmount_registry.attention import CACHE_LAYOUTS
 from rackmount_registry.axes import Mesh, Solo
@@ -64,6 +65,17 @@ class Rack:
     def captures_graphs(self) -> bool:
         """Whether decode steps are captured."""
         return not self.eager_because
+
+    @property
+    def decode_sizes(self) -> list[int]:
+        """Batch sizes of the decode steps that are captured."""
+        return decode_sizes(min(self.config.max_num_seqs, self.config.max_num_batched_tokens))
+
+    @property
+    def mixed_sizes(self) -> list[int]:
+        """Numbers of tokens of the mixed steps that are captured."""
+        most = min(self.config.max_num_batched_tokens, self.max_model_len)
+        return [size for size in MIXED_SIZES if size <= most]
 
     @property
     def block_size(self) -> int:

@@ -42,8 +42,8 @@ class ComputeDescriptor(Descriptor):
     """A part that `auto` may choose among others by capability."""
 
     band: Band
-    order: int = 0
-    """Measured order inside a band, lower first."""
+    order: int | None = 0
+    """Measured order inside a band, lower first; None: only when asked for."""
     graph_safe: bool = False
     """Whether a decode step with it may be captured in a CUDA graph: it enqueues work alone, of a
     shape that follows from the shapes given, and never waits for the device."""
@@ -72,7 +72,7 @@ class AttentionBackend(ComputeDescriptor):
     preferred_block_sizes: tuple[int, ...]
     """Best first; used where the engine leaves the block size open."""
     decode_order: int | None = 0
-    """Like `order`, which is for prefill, at decode; None: only when asked for."""
+    """The same at decode, as `order` is for prefill."""
     metadata: Literal["host", "device"] = "host"
     """Where `plan` looks: at the host's arrays, or at the tables on the device."""
     jit: str = ""

@@ -13,7 +13,7 @@ import torch
 from tests.helpers.attention import PARAMS, Request, decoding, make_case
 from torch import Tensor
 
-from rackmount_backends.flash_attn import FlashAttention, missing_kernels
+from rackmount_backends.flash_attn import FlashAttention, kernel_folder, missing_kernels
 from rackmount_registry.attention import AttentionParams
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.step import attend_causally
@@ -134,10 +134,7 @@ def test_no_requests_give_no_rows(vendor: Vendor, capability: tuple[int, int]) -
 def test_auto_is_told_of_kernels_that_are_not_on_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", raising=False)
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
-    assert "in every process" in missing_kernels(Demand())
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     assert f"(none is in {tmp_path})" in missing_kernels(Demand())
     kernel = tmp_path / "fingerprint" / "fwd" / "hash.o"
     kernel.parent.mkdir(parents=True)
@@ -146,8 +143,7 @@ def test_auto_is_told_of_kernels_that_are_not_on_the_disk(
 
 
 def test_the_usual_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", raising=False)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setenv("LOGNAME", "me")
-    assert str(tmp_path / "me" / "flash_attention_cute_dsl_cache") in missing_kernels(Demand())
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert kernel_folder() == tmp_path / ".cache" / "rackmount" / "flash-attn"
+    assert str(kernel_folder()) in missing_kernels(Demand())

@@ -67,7 +67,7 @@ VENDOR = AttentionBackend(
     name="quick",
     factory="no.such.module:Backend",
     band="vendor",
-    cache_layout="pages",
+    cache_layout="slots",
     preferred_block_sizes=(64,),
     cells=(Cell(devices=("cuda",), compute_capability=(9, 0), dtypes=("bfloat16",)),),
 )

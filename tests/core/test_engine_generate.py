@@ -276,7 +276,7 @@ def test_a_closed_engine_gives_its_memory_back(folder: Path) -> None:
         weights = [weakref.ref(each.tensor) for each in engine.rack.draft.storages()]
         caches = [
             weakref.ref(cache)
-            for cache in engine.core.executor._program._worker._runner._step.caches
+            for cache in engine.core.executor._program._worker._runner.step.caches
         ]
     assert [reference() for reference in weights + caches] == [None] * (len(weights) + 2)
     assert [chunk.finish_reason for chunk in stream] == ["abort"]

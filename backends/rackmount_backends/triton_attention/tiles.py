@@ -44,9 +44,13 @@ def padded(size: int) -> int:
 def decode_tiles(
     head_size: int, group: int, block_size: int, itemsize: int, capability: tuple[int, int]
 ) -> DecodeTiles:
-    """`group` query heads share a key head; `itemsize` bytes an element."""
+    """`group` query heads share a key head; `itemsize` bytes an element.
+
+    Of ten measured on an H200 in bfloat16 with head size 128, these are the best or within 2 % of
+    it for 1 to 256 requests of 1024 to 32768 tokens; other sizes follow by analogy.
+    """
     block_n = 64 if padded(head_size) * itemsize <= 256 else 32
-    return DecodeTiles(block_n=block_n, num_warps=4, num_stages=3)
+    return DecodeTiles(block_n=block_n, num_warps=2, num_stages=3)
 
 
 def resident_programs(

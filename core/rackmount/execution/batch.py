@@ -1,7 +1,7 @@
 """The worker's side of scheduling: the running requests, kept from step to step and changed by
 deltas."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -60,6 +60,35 @@ class FlatBatch:
             sample_rows=sample_rows,
             sample_positions=_extended(self.seq_lens, more, 0),
         )
+
+    def with_tokens(self, size: int) -> "FlatBatch":
+        """The same requests, with padding behind their tokens: `size` tokens in all."""
+        more = size - self.token_ids.size
+        return replace(
+            self,
+            token_ids=_extended(self.token_ids, more, 0),
+            positions=_extended(self.positions, more, 0),
+            slots=_extended(self.slots, more, -1),
+        )
+
+
+def padding_step(num_tokens: int, num_requests: int, row: int) -> FlatBatch:
+    """A step of nothing but padding, its tokens shared out evenly: requests of `row`, whose context
+    is these tokens alone."""
+    ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
+    starts = np.concatenate(([0], ends[:-1]))
+    rows = np.full(num_requests, row, np.int32)
+    return FlatBatch(
+        token_ids=np.zeros(num_tokens, np.int32),
+        positions=_int32(np.arange(num_tokens) - np.repeat(starts, ends - starts)),
+        slots=np.full(num_tokens, -1, np.int32),
+        query_start_loc=_int32(np.concatenate(([0], ends))),
+        seq_lens=_int32(ends - starts),
+        rows=rows,
+        logits_indices=_int32(ends - 1),
+        sample_rows=rows,
+        sample_positions=np.zeros(num_requests, np.int32),
+    )
 
 
 def _extended(values: np.ndarray, more: int, fill: int) -> np.ndarray:

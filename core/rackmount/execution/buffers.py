@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.device import upload
+from rackmount.device import upload, upload_into
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.attention import DeviceTables
@@ -82,7 +82,7 @@ class StepBuffers:
         packed = np.zeros(end, np.int32)
         for name, array in arrays.items():
             packed[places[name]] = array
-        self._packed[:end].copy_(upload(packed, self._device))
+        upload_into(self._packed[:end], packed)
         views = {name: self._packed[place] for name, place in places.items()}
         return StepTensors(**views, block_table=self._block_table[: flat.rows.size])
 

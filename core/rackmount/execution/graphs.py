@@ -1,40 +1,64 @@
-"""Decode steps as CUDA graphs: one launch for the model, one for sampling.
+"""Steps as CUDA graphs.
 
-A graph is captured for each of some batch sizes, the largest first, all on one pool of memory,
-since only one of them runs at a time. A batch between two sizes runs as the larger one, filled up
-with padding.
+A graph is captured for some sizes, the largest first, all on one pool of memory, since only one of
+them runs at a time. A step between two sizes runs as the larger one, filled up with padding.
 """
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.execution.batch import FlatBatch
+from rackmount.execution.batch import FlatBatch, padding_step
 from rackmount.execution.buffers import StepTensors
 from rackmount.execution.runner import Runner
+from rackmount_registry.attention import AttentionLayer
 
 Sample = Callable[[Tensor, StepTensors], Tensor]
 """Logits [S, vocabulary] -> token ids int32 [S] on the device."""
 
 
-def sizes(limit: int) -> list[int]:
-    """Batch sizes to capture, ascending; the last is the limit itself, so that no batch lacks one.
+class Recorder:
+    """Captures graphs on one pool and one stream."""
 
-    Steps grow with the size, so that padding costs at most an eighth from 64 on.
-    """
-    steps = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    steps += range(320, max(limit, 320), 64)
-    return [size for size in steps if size < limit] + [limit]
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Around captures, and the runs that prepare them."""
+        gc.collect()  # nothing may be freed, and so synchronize, within a capture
+        torch.cuda.synchronize()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    def begin(self) -> torch.cuda.CUDAGraph:
+        """Captures from here on, until the graph's `capture_end`. `torch.cuda.graph` would clean up
+        around each capture, for tenths of a second."""
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        return graph
+
+    def record(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """A graph of `run`, and what it gave."""
+        graph = self.begin()
+        try:
+            out = run()
+        finally:
+            graph.capture_end()
+        return graph, out
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeGraph:
-    """A captured step of one batch size."""
+    """A captured step of one batch size: one launch for the model, one for sampling."""
 
     model: torch.cuda.CUDAGraph
     hidden: Tensor
@@ -45,50 +69,41 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """Graphs of a runner whose caches stay where they are."""
+    """Decode steps of a runner whose caches stay where they are."""
 
     def __init__(self, runner: Runner, sample: Sample, padding_row: int) -> None:
         self._runner, self._sample, self._padding_row = runner, sample, padding_row
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
+        self._recorder = Recorder()
 
-    def capture(self, batch_sizes: list[int]) -> None:
-        """Captures steps of these sizes."""
-        gc.collect()  # nothing may be freed, and so synchronize, within a capture
-        torch.cuda.synchronize()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
-            for size in sorted(batch_sizes, reverse=True):
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Captures steps of so many requests."""
+        with self._recorder.session():
+            for size in sorted(sizes, reverse=True):
                 self._graphs[size] = self._capture_one(size)
-        torch.cuda.current_stream().wait_stream(self._stream)
         self._sizes = sorted(self._graphs)
 
     def _capture_one(self, size: int) -> DecodeGraph:
-        flat = _padding(size, self._padding_row)
+        flat = padding_step(size, size, self._padding_row)
         runner, tensors = self._runner, self._runner.buffers.load(flat)
         runner.plan(flat, tensors, is_static=True)
+
+        def model() -> Tensor:
+            runner.build(tensors)
+            return runner.forward(tensors)
 
         def sampling(hidden: Tensor) -> Tensor:
             token_ids = self._sample(runner.logits(hidden), tensors)
             runner.remember(tensors, token_ids)
             return token_ids
 
-        sampling(runner.forward(tensors))  # compiles and takes workspaces before it is captured
-        model, hidden = self._record(lambda: runner.forward(tensors))
-        sampler, token_ids = self._record(lambda: sampling(hidden))
-        return DecodeGraph(model=model, hidden=hidden, sampling=sampler, token_ids=token_ids)
-
-    def _record(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        """Like `torch.cuda.graph`, without its cleaning up around each capture."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        try:
-            out = run()
-        finally:
-            graph.capture_end()
-        return graph, out
+        sampling(model())  # compiles and takes workspaces before it is captured
+        model_graph, hidden = self._recorder.record(model)
+        sampling_graph, token_ids = self._recorder.record(lambda: sampling(hidden))
+        return DecodeGraph(
+            model=model_graph, hidden=hidden, sampling=sampling_graph, token_ids=token_ids
+        )
 
     def replay(self, flat: FlatBatch) -> tuple[FlatBatch, StepTensors, DecodeGraph]:
         """Runs the model on a decode step: the step as padded, its tensors, and the graph, whose
@@ -97,24 +112,89 @@ class DecodeGraphs:
         graph = self._graphs[size]
         padded = flat.padded(size, self._padding_row)
         tensors = self._runner.buffers.load(padded)
-        if self._runner.decode_offer.descriptor.metadata == "host":
+        if self._runner.rack.attention.decode.descriptor.metadata == "host":
             self._runner.plan(padded, tensors, is_static=True)
         graph.model.replay()
         return padded, tensors, graph
 
 
-def _padding(size: int, padding_row: int) -> FlatBatch:
-    """A decode step of nothing but padding."""
-    none = np.empty(0, np.int32)
-    empty = FlatBatch(
-        token_ids=none,
-        positions=none,
-        slots=none,
-        query_start_loc=np.zeros(1, np.int32),
-        seq_lens=none,
-        rows=none,
-        logits_indices=none,
-        sample_rows=none,
-        sample_positions=none,
-    )
-    return empty.padded(size, padding_row)
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What runs before an attention layer, and the layer."""
+
+    graph: torch.cuda.CUDAGraph
+    layer: AttentionLayer
+    q: Tensor
+    """[size, H, D], where the graph leaves it."""
+    out: Tensor
+    """[size, H, D], where the next piece looks for what the layer gives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BrokenGraph:
+    """A captured forward of one number of tokens, broken at the attention layers, whose work is
+    another in every step."""
+
+    pieces: list[Piece]
+    last: torch.cuda.CUDAGraph
+    hidden: Tensor
+
+
+class MixedGraphs:
+    """Small mixed steps of a runner whose caches stay where they are."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._graphs: dict[int, BrokenGraph] = {}
+        self._sizes: list[int] = []
+        self._recorder = Recorder()
+        self._outs: dict[torch.Size, Tensor] = {}
+        """By shape: layers share one, since each is read before the next is written."""
+
+    def capture(self, sizes: Iterable[int]) -> None:
+        """Captures forwards of so many tokens."""
+        with self._recorder.session():
+            for size in sorted(sizes, reverse=True):
+                self._graphs[size] = self._capture_one(size)
+        self._sizes = sorted(self._graphs)
+
+    def _capture_one(self, size: int) -> BrokenGraph:
+        runner = self._runner
+        tensors, _ = runner.hidden(padding_step(size, 1, 0))  # compiles before it is captured
+        pieces: list[Piece] = []
+        graph = self._recorder.begin()
+
+        def interrupt(layer: AttentionLayer, q: Tensor) -> Tensor:
+            nonlocal graph
+            graph.capture_end()
+            if q.shape not in self._outs:
+                self._outs[q.shape] = torch.zeros_like(q)
+            pieces.append(Piece(graph=graph, layer=layer, q=q, out=self._outs[q.shape]))
+            graph = self._recorder.begin()
+            return pieces[-1].out
+
+        runner.step.interrupt = interrupt
+        try:
+            hidden = runner.forward(tensors)
+        finally:
+            runner.step.interrupt = None
+            graph.capture_end()
+        return BrokenGraph(pieces=pieces, last=graph, hidden=hidden)
+
+    def fits(self, flat: FlatBatch) -> bool:
+        """Whether the step is no larger than what was captured."""
+        return bool(self._sizes) and flat.token_ids.size <= self._sizes[-1]
+
+    def replay(self, flat: FlatBatch) -> tuple[StepTensors, Tensor]:
+        """Runs the model: the step's tensors, and hidden states [T, hidden]."""
+        num_tokens, runner = flat.token_ids.size, self._runner
+        size = self._sizes[bisect_left(self._sizes, num_tokens)]
+        graph = self._graphs[size]
+        tensors = runner.buffers.load(flat.with_tokens(size))
+        runner.plan(flat, tensors, is_static=False)
+        runner.build(tensors)
+        for piece in graph.pieces:
+            piece.graph.replay()
+            piece.out[:num_tokens].copy_(runner.step.run(piece.layer, piece.q[:num_tokens]))
+        graph.last.replay()
+        return tensors, graph.hidden[:num_tokens]

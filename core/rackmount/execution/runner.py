@@ -15,9 +15,7 @@ from rackmount_registry.attention import (
     AttentionBatch,
     AttentionContext,
 )
-from rackmount_registry.descriptors import AttentionBackend as AttentionDescriptor
 from rackmount_registry.mount import Mounted
-from rackmount_registry.offers import Offer
 from rackmount_registry.ops import Ops
 from rackmount_registry.options import instantiate
 
@@ -29,7 +27,7 @@ class Runner:
         self, rack: Rack, mounted: Mounted, step: PagedStep, ops: Ops, batch: PersistentBatch
     ) -> None:
         self.rack, self.mounted, self.ops = rack, mounted, ops
-        self._step, self._batch = step, batch
+        self.step, self._batch = step, batch
         max_tokens = max(rack.config.max_num_batched_tokens, rack.config.max_num_seqs)
         self.buffers = StepBuffers(batch, max_tokens, rack.device)
         self._prefill, self._decode = self._backends()
@@ -58,22 +56,24 @@ class Runner:
         rack = self.rack
         layout = CACHE_LAYOUTS[rack.attention.cache_layout]
         num_slots = num_kv_blocks * rack.block_size
-        self._step.caches = []
-        self._step.caches = [
+        self.step.caches = []
+        self.step.caches = [
             torch.empty(layout.shape(spec, num_slots), dtype=spec.dtype, device=rack.device)
             for spec in rack.draft.cache_specs(rack.dtype)
         ]
-        return sum(cache.nbytes for cache in self._step.caches)
+        return sum(cache.nbytes for cache in self.step.caches)
 
     def hidden(self, flat: FlatBatch) -> tuple[StepTensors, Tensor]:
         """Runs the model eagerly: the step's tensors, and hidden states [T, hidden]."""
         tensors = self.buffers.load(flat)
         self.plan(flat, tensors, is_static=False)
+        self.build(tensors)
         return tensors, self.forward(tensors)
 
     def plan(self, flat: FlatBatch, tensors: StepTensors, *, is_static: bool) -> None:
         """Host work of attention; see `AttentionBackend.plan`."""
-        offer = self.decode_offer if flat.is_decode else self.rack.attention.prefill
+        choice = self.rack.attention
+        offer = choice.decode if flat.is_decode else choice.prefill
         backend = self._decode if flat.is_decode else self._prefill
         batch = AttentionBatch(
             query_start_loc=flat.query_start_loc,
@@ -83,14 +83,10 @@ class Runner:
             on_device=tensors.tables if offer.descriptor.metadata == "device" else None,
             is_static=is_static,
         )
-        self._step.begin(tensors.positions, tensors.slots, backend, backend.plan(batch))
+        self.step.begin(tensors.positions, tensors.slots, backend, backend.plan(batch))
 
-    @property
-    def decode_offer(self) -> Offer[AttentionDescriptor]:
-        return self.rack.attention.decode
-
-    def forward(self, tensors: StepTensors) -> Tensor:
-        """The planned step on the device -> hidden states [T, hidden]. May be captured."""
+    def build(self, tensors: StepTensors) -> None:
+        """What the device adds to a step that was loaded. May be captured."""
         self.ops.build_batch(
             tensors.token_ids,
             tensors.rows,
@@ -100,6 +96,9 @@ class Runner:
             tensors.block_table,
             self.rack.block_size,
         )
+
+    def forward(self, tensors: StepTensors) -> Tensor:
+        """The planned and built step -> hidden states [T, hidden]. May be captured."""
         return self.mounted.forward(tensors.token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:

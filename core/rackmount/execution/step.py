@@ -1,5 +1,6 @@
 """The step over the paged KV cache, as sockets see it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ class PagedStep:
         self.positions = self.slots = torch.empty(0, dtype=torch.int32, device=device)
         self.caches: list[Tensor] = []
         """One for each attention layer."""
+        self.interrupt: Callable[[AttentionLayer, Tensor], Tensor] | None = None
+        """What stands for attention while a forward is captured in pieces: gives where the output
+        [T, H, D] will be found."""
         self._plan: Any = None
 
     def begin(self, positions: Tensor, slots: Tensor, backend: AttentionBackend, plan: Any) -> None:
@@ -27,6 +31,9 @@ class PagedStep:
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `rackmount_registry.step.Step`."""
-        cache = self.caches[layer.index]
-        q = layer.store(q, k, v, cache, self.slots)
-        return self.backend.run(q, cache, self._plan, layer.params)
+        q = layer.store(q, k, v, self.caches[layer.index], self.slots)
+        return (self.interrupt or self.run)(layer, q)
+
+    def run(self, layer: AttentionLayer, q: Tensor) -> Tensor:
+        """Attention of the turned q [T, H, D], by the step's backend."""
+        return self.backend.run(q, self.caches[layer.index], self._plan, layer.params)

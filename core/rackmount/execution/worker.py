@@ -9,7 +9,7 @@ from torch import Tensor
 from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.buffers import StepTensors
-from rackmount.execution.graphs import DecodeGraphs, sizes
+from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
 from rackmount.execution.profile import Profile, profile
@@ -63,7 +63,8 @@ class Worker:
         table = SamplingTable(config.max_num_seqs, rack.draft.vocab_size, rack.device)
         self._sampler = Sampler(table, parts.ops)
         self._runner = Runner(rack, self.mounted, step, parts.ops, self.batch)
-        self._graphs: DecodeGraphs | None = None
+        self._decode_graphs: DecodeGraphs | None = None
+        self._mixed_graphs: MixedGraphs | None = None
         self._unsettled: deque[PendingStep] = deque(maxlen=MAX_IN_FLIGHT)
         """Steps whose tokens the host may not have yet, oldest first."""
         self.profile = Profile(activations=0, graphs=0)
@@ -84,9 +85,10 @@ class Worker:
         bytes."""
         num_bytes = self._runner.carve(num_kv_blocks)
         if self.rack.captures_graphs:
-            config = self.rack.config
-            self._graphs = DecodeGraphs(self._runner, self._draw, self.batch.padding_row)
-            self._graphs.capture(sizes(min(config.max_num_seqs, config.max_num_batched_tokens)))
+            self._decode_graphs = DecodeGraphs(self._runner, self._draw, self.batch.padding_row)
+            self._decode_graphs.capture(self.rack.decode_sizes)
+            self._mixed_graphs = MixedGraphs(self._runner)
+            self._mixed_graphs.capture(self.rack.mixed_sizes)
         return num_bytes
 
     @torch.inference_mode()
@@ -97,8 +99,8 @@ class Worker:
         if self._sampler.needs_history(flat.sample_rows):
             for each in self._unsettled:
                 each.settle()
-        if self._graphs is not None and flat.is_decode:
-            pending = self._decode(flat, self._graphs)
+        if self._decode_graphs is not None and flat.is_decode:
+            pending = self._decode(flat, self._decode_graphs)
         else:
             pending = self._run(plan, flat)
         self._unsettled.append(pending)
@@ -114,8 +116,11 @@ class Worker:
         return self._pend(flat, token_ids, flat.logits_indices, logprobs, {})
 
     def _run(self, plan: StepPlan, flat: FlatBatch) -> PendingStep:
-        """An eager step."""
-        tensors, hidden = self._runner.hidden(flat)
+        """A step whose sampling is eager, and the model too where it was not captured."""
+        if self._mixed_graphs is not None and self._mixed_graphs.fits(flat):
+            tensors, hidden = self._mixed_graphs.replay(flat)
+        else:
+            tensors, hidden = self._runner.hidden(flat)
         prompts = self._prompt_logprobs(plan, flat, hidden)
         if not flat.sample_rows.size:
             return PendingStep(self.batch, None, prompts, self._mark())

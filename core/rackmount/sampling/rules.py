@@ -39,7 +39,10 @@ def apply_rules(
         biases += ((at, token_id) for token_id in rules.bias)
         values += rules.bias.values()
     if bans:
-        logits[_pairs(bans, logits.device)] = -torch.inf
+        banned_value = logits.new_full(
+            (), -torch.inf
+        )  # a plain number would be sent, and waited for
+        logits.index_put_(_pairs(bans, logits.device), banned_value)
     if biases:
         bias = upload(np.array(values, np.float32), logits.device)
         logits[_pairs(biases, logits.device)] += bias.to(logits.dtype)
