@@ -11,11 +11,19 @@ if TYPE_CHECKING:
     from rackmount.scheduling.config import SchedulerConfig
     from rackmount.scheduling.request import Request
     from rackmount.scheduling.scheduler import Scheduler
+    from rackmount.serving.answer import Answer
+    from rackmount.serving.async_engine import AsyncEngine
+    from rackmount.serving.errors import EngineDead
+    from rackmount_registry.grammar import GrammarSpec
 
 __all__ = [
+    "Answer",
+    "AsyncEngine",
     "Completion",
     "Engine",
+    "EngineDead",
     "EngineOptions",
+    "GrammarSpec",
     "PersistentBatch",
     "Request",
     "RequestOutput",
@@ -27,9 +35,13 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Answer": "rackmount.serving.answer",
+    "AsyncEngine": "rackmount.serving.async_engine",
     "Completion": "rackmount.engine.outputs",
     "Engine": "rackmount.engine.engine",
+    "EngineDead": "rackmount.serving.errors",
     "EngineOptions": "rackmount.cli.options",
+    "GrammarSpec": "rackmount_registry.grammar",
     "PersistentBatch": "rackmount.execution.batch",
     "Request": "rackmount.scheduling.request",
     "RequestOutput": "rackmount.engine.outputs",

@@ -83,6 +83,8 @@ class EngineConfig:
     """Ranks that split every layer."""
     dp: int = 1
     ep: int = 1
+    grammar_backend: str = "auto"
+    """What keeps answers to grammars."""
     executor: str = "auto"
     """How ranks run; "auto" is this process for one, and a process for each of several."""
 

@@ -18,6 +18,7 @@ from rackmount_registry.descriptors import (
     Architecture,
     AttentionBackend,
     Executor,
+    GrammarBackend,
     QuantizationScheme,
 )
 from rackmount_registry.errors import ConfigError, PluginError, did_you_mean
@@ -43,6 +44,8 @@ class Rack:
     parts: PartsChoice
     attention: AttentionChoice
     executor: Offer[Executor]
+    grammar: Offer[GrammarBackend] | None
+    """None: requests for structured output are refused."""
     options: GivenOptions
     """Of the parts, as `plugin_config` gives them."""
 
@@ -135,8 +138,9 @@ def draft_rack(
     )
     _require_layout(attention)
     executor = choose_executor(manager, config.executor, config.tp, opted_in)
+    grammar = choose_grammar_backend(config, manager)
     chosen = [*parts.offers(), attention.prefill, attention.decode, executor]
-    check_options(options, [*chosen, scheme] if scheme else chosen)
+    check_options(options, [*chosen, *filter(None, (scheme, grammar))])
     return Rack(
         config=config,
         device=device,
@@ -148,8 +152,30 @@ def draft_rack(
         parts=parts,
         attention=attention,
         executor=executor,
+        grammar=grammar,
         options=options,
     )
+
+
+def choose_grammar_backend(
+    config: EngineConfig, manager: PluginManager
+) -> Offer[GrammarBackend] | None:
+    """The one called `config.grammar_backend`; for "auto" the first in order, if any is mounted.
+
+    Raises:
+        PluginError: an unknown name.
+    """
+    if config.grammar_backend != "auto":
+        return manager.find(GrammarBackend, config.grammar_backend)
+    opted_in = _opted_in(config, manager)
+    tried = [
+        (offer.descriptor.order, offer.name, offer)
+        for offer in manager.offers(GrammarBackend)
+        if offer.descriptor.order is not None
+        and (offer.first_party or offer.distribution in opted_in)
+        and not offer.missing()
+    ]
+    return min(tried, key=lambda it: it[:2])[2] if tried else None
 
 
 def _require_layout(attention: AttentionChoice) -> None:

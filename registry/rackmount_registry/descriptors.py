@@ -12,6 +12,9 @@ from rackmount_registry.capabilities import Cell
 Band = Literal["reference", "portable", "vendor"]
 """How `auto` ranks parts before measured order: vendor before portable before reference."""
 
+GrammarForm = Literal["json_schema", "json_object", "regex", "choice", "ebnf"]
+"""How a grammar is given; see `rackmount_registry.grammar.GrammarSpec`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Requirement:
@@ -165,6 +168,18 @@ class Executor(Descriptor):
     kind: ClassVar[str] = "executor"
     max_ranks: int | None = None
     """None: as many as the devices allow."""
+    order: int | None = None
+    """Place among those that `auto` tries, lower first; None: only when asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrammarBackend(Descriptor):
+    """Keeps answers to a grammar. `factory(context: rackmount_registry.grammar.GrammarContext)`
+    gives a `grammar.GrammarBackend`."""
+
+    kind: ClassVar[str] = "grammar_backend"
+    forms: tuple[GrammarForm, ...]
+    """Those that it compiles."""
     order: int | None = None
     """Place among those that `auto` tries, lower first; None: only when asked for."""
 

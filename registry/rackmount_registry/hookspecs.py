@@ -14,6 +14,7 @@ from rackmount_registry.descriptors import (
     CliCommand,
     Executor,
     ExpertKernel,
+    GrammarBackend,
     LinearKernel,
     ModelSource,
     OpSet,
@@ -70,6 +71,11 @@ def model_sources() -> list[ModelSource]:  # type: ignore[empty-body]
 @hookspec
 def executors() -> list[Executor]:  # type: ignore[empty-body]
     """Ways to run ranks."""
+
+
+@hookspec
+def grammar_backends() -> list[GrammarBackend]:  # type: ignore[empty-body]
+    """Compilers of grammars that answers keep to."""
 
 
 @hookspec

@@ -40,6 +40,7 @@ FIRST_PARTY = frozenset(
         "rackmount-plugins-moe",
         "rackmount-plugins-quant",
         "rackmount-plugins-tools",
+        "rackmount-plugins-xgrammar",
     }
 )
 """Distributions whose parts `auto` may choose without being told."""
@@ -48,6 +49,7 @@ BROUGHT_BY = {
     "architecture": "rackmount-plugins-models",
     "attention_backend": "rackmount-plugins-backends",
     "expert_kernel": "rackmount-plugins-moe",
+    "grammar_backend": "rackmount-plugins-xgrammar",
     "linear_kernel": "rackmount-plugins-backends",
     "op_set": "rackmount-plugins-backends",
     "quantization_scheme": "rackmount-plugins-quant",

@@ -220,7 +220,7 @@ def test_an_answer_that_the_model_cannot_give_ends_with_1(model, tmp_path):
 
 def test_the_startup_report_says_what_was_mounted_and_what_fits(model):
     with Engine(model, manager=MANAGER, num_kv_blocks=50, block_size=4) as engine:
-        lines = startup_report(engine)
+        lines = startup_report(engine.rack, engine.core, engine.manager)
     backends = "torch (rackmount-plugins-backends 0), the only one that fits"
     weights = sum(t.nbytes for t in load_file(model / "model.safetensors").values())
     assert lines[0] == f"{model} in float32 on cpu"

@@ -19,6 +19,7 @@ from rackmount_registry.descriptors import (
     Descriptor,
     Executor,
     ExpertKernel,
+    GrammarBackend,
     LinearKernel,
     ModelSource,
     OpSet,
@@ -352,6 +353,7 @@ PARTS: dict[str, Descriptor] = {
     "checkpoint_readers": CheckpointReader(name="x", factory="m:f", patterns=("*.x",)),
     "model_sources": ModelSource(name="x", factory="m:f", serves="x/.*"),
     "executors": Executor(name="x", factory="m:f", max_ranks=1),
+    "grammar_backends": GrammarBackend(name="x", factory="m:f", forms=("regex",)),
     "cli_commands": CliCommand(name="x", factory="m:f"),
 }
 

@@ -75,6 +75,7 @@ def test_commands_are_offered_by_name_without_being_imported() -> None:
         "startup",
         "kernels",
         "scheduler",
+        "serve",
     }
     for command in cli_commands():
         assert command.group == "bench"

@@ -7,7 +7,7 @@ from typing import Any
 
 from rackmount.loading.locate import files_by_reader, route, serves
 from rackmount.rack import Rack
-from rackmount_registry.descriptors import Executor, ModelSource
+from rackmount_registry.descriptors import Executor, GrammarBackend, ModelSource
 from rackmount_registry.offers import Offer
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import (
@@ -106,6 +106,16 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
                 f"max_ranks={offer.descriptor.max_ranks} is below {rack.num_ranks}",
             )
             for offer in manager.offers(Executor)
+        ),
+    )
+    yield Decision(
+        kind="grammar_backend",
+        use="",
+        winner=_with_origin(rack.grammar) if rack.grammar else "none",
+        why="requested" if rack.config.grammar_backend != "auto" else "the first that is mounted",
+        candidates=tuple(
+            _verdict(offer, offer == rack.grammar, "comes later, or only when asked for by name")
+            for offer in manager.offers(GrammarBackend)
         ),
     )
 

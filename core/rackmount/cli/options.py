@@ -65,9 +65,12 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, _engine("Run code that comes with the model.", "--trust-remote-code")
     ] = False
-    tp: Annotated[int, _engine("Ranks of tensor parallelism.")] = 1
-    dp: Annotated[int, _engine("Ranks of data parallelism.")] = 1
+    tp: Annotated[
+        int, _engine("Ranks of tensor parallelism.", "--tp", "--tensor-parallel-size")
+    ] = 1
+    dp: Annotated[int, _engine("Ranks of data parallelism.", "--dp", "--data-parallel-size")] = 1
     ep: Annotated[int, _engine("Ranks of expert parallelism.")] = 1
+    grammar_backend: Annotated[str, _engine("Structured output.")] = "auto"
     executor: Annotated[str, _engine("How ranks run.")] = "auto"
 
     def arguments(self) -> dict[str, Any]:

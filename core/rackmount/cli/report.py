@@ -1,25 +1,21 @@
 """What a started engine says of itself, and the words that `explain` shares with it."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from rackmount.cli.decisions import decisions
+from rackmount.engine.core import EngineCore
 from rackmount.rack import Rack
-
-if TYPE_CHECKING:
-    from rackmount.engine.engine import Engine
+from rackmount_registry.plugins import PluginManager
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
-def startup_report(engine: "Engine") -> list[str]:
+def startup_report(rack: Rack, core: EngineCore, manager: PluginManager) -> list[str]:
     """What was mounted and why, and what the memory holds; a line each."""
-    rack, core = engine.rack, engine.core
     each = " on each rank" if rack.num_ranks > 1 else ""
     return [
         headline(rack),
-        *map(str, decisions(rack, engine.manager)),
+        *map(str, decisions(rack, manager)),
         f"weights: {size(rack.draft.weight_bytes)}{each} ({size(core.weight_bytes_read)} read)",
         *capacity(rack, core.num_kv_blocks),
     ]

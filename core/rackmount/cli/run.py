@@ -54,7 +54,8 @@ def run(
     with progress() as report:
         mounted = Engine(model, manager=ctx.obj, report=report, **engine.arguments())
     with mounted:
-        typer.echo("\n".join(startup_report(mounted)), err=True)
+        lines = startup_report(mounted.rack, mounted.core, mounted.manager)
+        typer.echo("\n".join(lines), err=True)
         params = replace(mounted.default_sampling_params, **given)
         if chat is None:
             template = getattr(mounted.tokenizer, "chat_template", None)

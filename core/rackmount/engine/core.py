@@ -1,5 +1,6 @@
 """The engine core: scheduler and executor, step by step, in token ids alone."""
 
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +21,7 @@ from rackmount_registry.executor import Executor, Launch, RankError
 from rackmount_registry.options import instantiate
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
     """What a step did for one request."""
 
     request_id: str
@@ -31,6 +32,9 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    queue_s: float | None = None
+    prefill_s: float | None = None
+    """With the first token: seconds until the request first ran, and from there to the token."""
 
 
 class EngineCore:
@@ -58,7 +62,7 @@ class EngineCore:
         except BaseException:
             self.executor.close()
             raise
-        self._limits = SchedulerConfig(
+        self.limits = SchedulerConfig(
             num_blocks=self.num_kv_blocks,
             block_size=rack.block_size,
             max_num_seqs=config.max_num_seqs,
@@ -69,7 +73,7 @@ class EngineCore:
             policy="priority" if config.scheduling_policy == "priority" else "fcfs",
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        self.scheduler = Scheduler(self._limits)
+        self.scheduler = Scheduler(self.limits)
         ahead = config.async_scheduling
         self.depth = 2 if (rack.device.type == "cuda" if ahead is None else ahead) else 1
         """Most steps in flight."""
@@ -174,7 +178,7 @@ class EngineCore:
             raise
         except BaseException:
             self._in_flight = deque()
-            lost, self.scheduler = self.scheduler.request_ids, Scheduler(self._limits)
+            lost, self.scheduler = self.scheduler.request_ids, Scheduler(self.limits)
             self.events.extend(map(_error, lost))
             raise
 
@@ -183,9 +187,10 @@ class EngineCore:
         self.executor.close()
 
     def _events(self, output: StepOutput, result: StepResult) -> Iterator[Event]:
-        prompts = result.prompt_logprobs
+        prompts, now = result.prompt_logprobs, time.monotonic()
         for request, token_id in zip(output.requests, output.token_ids.tolist(), strict=True):
             name = request.request_id
+            started, request.started_at = request.started_at, None
             yield Event(
                 request_id=name,
                 token_id=token_id,
@@ -194,6 +199,8 @@ class EngineCore:
                 finish_reason=request.finish_reason,
                 stop_reason=request.stop_reason,
                 num_cached_tokens=request.num_cached_tokens or 0,
+                queue_s=None if started is None else started - request.queued_at,
+                prefill_s=None if started is None else now - started,
             )
         for name, piece in prompts.items():
             if self.scheduler.has(name):

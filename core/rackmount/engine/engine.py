@@ -1,38 +1,30 @@
 """The engine that people call."""
 
 import gc
-import itertools
 from collections import deque
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Several
 from pathlib import Path
-from typing import Any, Self, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from rackmount.config import EngineConfig
 from rackmount.engine.core import EngineCore, Event
 from rackmount.engine.group import Group
+from rackmount.engine.intake import Intake
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
 from rackmount.execution.program import Live
 from rackmount.loading.locate import locate, open_model
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.params import SamplingParams
-from rackmount.sampling.request import SamplingRequest
-from rackmount.scheduling.request import Request
 from rackmount.scheduling.step_output import SchedulerStats
-from rackmount.text.prompts import (
-    Prompt,
-    encode,
-    encode_bad_words,
-    eos_ids,
-    normalize_prompts,
-)
+from rackmount.text.prompts import Prompt
 from rackmount_registry.checkpoint import Report, silent
-from rackmount_registry.errors import ConfigError, RackmountError
+from rackmount_registry.errors import RackmountError
 from rackmount_registry.plugins import PluginManager
-from rackmount_registry.sampling.random import child_seed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Engine:
@@ -70,24 +62,21 @@ class Engine:
         self._dropped: deque[str] = deque()
         """Requests that nobody waits for any more, to be ended when the core is not at work."""
         self._at_work = False
-        self._ids = itertools.count()
-        self._seeds = np.random.default_rng(self.config.seed)
         form = self.config.load_format
         path = locate(model, self.manager, report, weights=form != "dummy")
         checkpoint = open_model(path, self.manager, form)
         try:
             # The tokenizer first: if it is broken, that is known before gigabytes are read.
-            self.tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
+            tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
             rack = draft_rack(self.config, checkpoint.config, self.manager)
             self._rack = rack
             self._core = EngineCore(
                 path,
                 Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),
             )
-            self._generation_config = dict(checkpoint.generation_config)
-            named = eos_ids(self.tokenizer, checkpoint.generation_config, checkpoint.config)
-            # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
-            self.eos_token_ids = named.intersection(range(self.rack.draft.vocab_size))
+            self._intake = Intake(
+                tokenizer, checkpoint, self._core.limits, self.config, self.manager
+            )
         except BaseException:
             self.close()
             raise
@@ -118,7 +107,9 @@ class Engine:
         Raises:
             ValueError: a single prompt that is refused.
         """
-        groups = self._prepare_all(prompts, params, priority, cache_salt, chat_template_kwargs)
+        groups = self._intake.prepare_all(
+            prompts, params, priority, cache_salt, chat_template_kwargs
+        )
         sequences = [each for group in groups for each in group.sequences]
         try:
             self._queue_all(groups)
@@ -143,7 +134,9 @@ class Engine:
         Several streams may be read in turn. A refused prompt of a batch is one chunk with its
         error; a single one raises here.
         """
-        groups = self._prepare_all(prompts, params, priority, cache_salt, chat_template_kwargs)
+        groups = self._intake.prepare_all(
+            prompts, params, priority, cache_salt, chat_template_kwargs
+        )
         chunks = self._chunks(groups)
         next(chunks)  # so that it has begun: closing it unread aborts too
         return cast(Generator[TextChunk], chunks)
@@ -151,16 +144,16 @@ class Engine:
     def _chunks(self, groups: list[Group]) -> Generator[TextChunk | None]:
         """Queues all, gives None, then the chunks."""
         sequences = [each for group in groups for each in group.sequences]
+        chunks: deque[TextChunk] = deque()
         for sequence in sequences:
-            sequence.chunks = deque()
+            sequence.sink = chunks.append
         try:
             self._queue_all(groups)
             yield None
             yield from (group.refusal() for group in groups if group.error is not None)
             while True:
-                for each in sequences:
-                    while each.chunks:
-                        yield each.chunks.popleft()
+                while chunks:
+                    yield chunks.popleft()
                 if all(each.finish_reason is not None for each in sequences):
                     return
                 self._step()
@@ -168,14 +161,19 @@ class Engine:
             self._drop(sequences)
 
     @property
+    def tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """The model's; None where it has none."""
+        return self._intake.tokenizer
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """Every id that ends a sequence, unless `ignore_eos`."""
+        return self._intake.eos_token_ids
+
+    @property
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, else `SamplingParams()`."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        known = {n: self._generation_config.get(n) for n in names}
-        given = {name: value for name, value in known.items() if value is not None}
-        if self._generation_config.get("do_sample") is False:
-            given["temperature"] = 0.0
-        return SamplingParams(**given)
+        return self._intake.default_sampling_params
 
     @property
     def rack(self) -> Rack:
@@ -258,113 +256,12 @@ class Engine:
         finally:
             self._at_work = False
 
-    def _prepare_all(
-        self,
-        prompts: Prompt | Several[Prompt],
-        params: SamplingParams | Several[SamplingParams] | None,
-        priority: int,
-        cache_salt: str | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-    ) -> list[Group]:
-        """A group for each prompt, not queued yet."""
-        _check_types(priority, cache_salt)
-        rows, single = normalize_prompts(prompts)
-        groups = []
-        for index, (prompt, wanted) in enumerate(
-            zip(rows, self._each(params, len(rows)), strict=True)
-        ):
-            try:
-                ids = encode(
-                    prompt,
-                    self.tokenizer,
-                    vocab_size=self.rack.draft.vocab_size,
-                    max_model_len=self.rack.max_model_len,
-                    chat_template_kwargs=chat_template_kwargs,
-                )
-                groups.append(self._prepare(ids, wanted, index, priority, cache_salt))
-            except ValueError as error:
-                groups.append(Group(prompt_index=index, error=error))
-        groups[0].alone = single
-        return groups
-
     def _queue_all(self, groups: list[Group]) -> None:
-        """Gives the requests to the core. A group's are alike: all are taken, or none.
-
-        Raises:
-            ValueError: the only prompt is refused.
-        """
+        """Gives the requests to the core."""
         for group in groups:
-            try:
-                for request, sequence in group.members:
-                    self._sequences[request.request_id] = sequence
-                    self.core.add(request)
-            except ValueError as error:
-                self._drop(group.sequences)
-                group.error = error
-            if group.alone and group.error is not None:
-                raise group.error
-
-    def _each(
-        self, params: SamplingParams | Several[SamplingParams] | None, count: int
-    ) -> Several[SamplingParams]:
-        if params is None:
-            params = self.default_sampling_params
-        each: Several[Any] = params if isinstance(params, list | tuple) else [params] * count
-        for one in each:
-            if not isinstance(one, SamplingParams):
-                raise TypeError(
-                    f"params of type {type(one).__name__}; give SamplingParams, or a list of them"
-                )
-        if len(each) != count:
-            raise ConfigError(
-                f"{len(each)} sampling params for {count} prompts; give one, or one for each"
-            )
-        return each
-
-    def _prepare(
-        self,
-        ids: list[int],
-        params: SamplingParams,
-        index: int,
-        priority: int,
-        cache_salt: str | None,
-    ) -> Group:
-        """The `n` sequences of a prompt, and their requests."""
-        params.validate_for(self.rack.draft.vocab_size, eos_token_ids=self.eos_token_ids)
-        seed = int(self._seeds.integers(2**63)) if params.seed is None else params.seed
-        stop_ids = params.stop_ids(self.eos_token_ids)
-        bad_words = (
-            encode_bad_words(params.bad_words, self._tokenizer()) if params.bad_words else []
-        )
-        if params.stop_strings:
-            self._tokenizer()
-        group = Group(prompt_index=index)
-        for number in range(params.n):
-            name = f"{next(self._ids)}"
-            request = Request(
-                request_id=name,
-                prompt_token_ids=np.array(ids, np.int32),
-                max_tokens=params.max_tokens or self.rack.max_model_len,
-                stop_ids=stop_ids,
-                min_tokens=params.min_tokens,
-                priority=priority,
-                cache_salt=cache_salt,
-                use_cached_prefix=params.prompt_logprobs is None,
-                sampling=SamplingRequest(
-                    params=params,
-                    seed=child_seed(seed, number),
-                    bad_words_ids=bad_words,
-                    stop_ids=stop_ids,
-                ),
-            )
-            sequence = Sequence(name, index, number, ids, params, self.tokenizer)
-            group.members.append((request, sequence))
-        return group
-
-    def _tokenizer(self) -> Any:
-        if self.tokenizer is None:
-            raise ConfigError("stop strings and bad words need a tokenizer, and the model has none")
-        return self.tokenizer
+            for request, sequence in group.members:
+                self._sequences[request.request_id] = sequence
+                self.core.add(request)
 
     def _drop(self, sequences: list[Sequence]) -> None:
         """Aborts those of `sequences` that still run.
@@ -378,12 +275,3 @@ class Engine:
                 sequence.end("abort")
         if not self._at_work and self._core is not None:
             self._end_dropped()
-
-
-def _check_types(priority: object, cache_salt: object) -> None:
-    """TypeError, or ValueError for a salt that is no Unicode, here and not in a later step."""
-    if isinstance(priority, bool) or not isinstance(priority, int):
-        raise TypeError(f"priority={priority!r} must be an integer; lower goes first")
-    if not isinstance(cache_salt, str | None):
-        raise TypeError(f"cache_salt={cache_salt!r} must be a str or None")
-    (cache_salt or "").encode()

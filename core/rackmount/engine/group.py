@@ -14,8 +14,6 @@ class Group:
     prompt_index: int
     members: list[tuple[Request, Sequence]] = field(default_factory=list)
     error: ValueError | None = None
-    alone: bool = False
-    """The only prompt of its call: an error is raised instead of kept."""
 
     @property
     def sequences(self) -> list[Sequence]:

@@ -1,6 +1,7 @@
 """A sequence being answered: the engine's side of a request."""
 
-from collections import deque
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rackmount.engine.core import Event
@@ -31,12 +32,19 @@ class Sequence:
         self.index = index
         self.params = params
         self.prompt_token_ids = prompt_token_ids
-        self.chunks: deque[TextChunk] | None = None
-        """Not yet taken by a stream; None where nobody streams it."""
+        self.sink: Callable[[TextChunk], None] | None = None
+        """Where its chunks go; None where nobody streams it."""
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = [] if params.logprobs is not None else None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None] * len(prompt_token_ids)
         self.num_cached_tokens = 0
+        self.arrived_at = time.monotonic()
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
+        """When they were taken, by the clock of `arrived_at`."""
+        self.queue_s: float | None = None
+        self.prefill_s: float | None = None
+        """See `Event`; None before the first token."""
         self._taken: Event | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
@@ -58,6 +66,7 @@ class Sequence:
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
         text = ""
         if event.token_id is not None:
+            self._note_time(event)
             self.num_cached_tokens = event.num_cached_tokens
             self.token_ids.append(event.token_id)
             if self.logprobs is not None and event.logprobs is not None:
@@ -68,15 +77,15 @@ class Sequence:
             if self._stream.finished_by is not None:
                 self.finish_reason, self.stop_reason = "stop", self._stream.finished_by
         news = event.token_id is not None or self.finish_reason is not None
-        if self.chunks is not None and news:
-            self.chunks.append(self._chunk(text, event))
+        if self.sink is not None and news:
+            self.sink(self._chunk(text, event))
 
     def end(self, reason: FinishReason) -> None:
         """Ends it from outside where it stands; text that is held back stays so."""
         if self.finish_reason is None:
             self.finish_reason = reason
-            if self.chunks is not None:
-                self.chunks.append(self._chunk("", Event(request_id=self.request_id)))
+            if self.sink is not None:
+                self.sink(self._chunk("", Event(request_id=self.request_id)))
 
     def completion(self) -> Completion:
         """The whole answer, once finished."""
@@ -89,6 +98,12 @@ class Sequence:
             stop_reason=self.stop_reason,
             logprobs=self.logprobs,
         )
+
+    def _note_time(self, event: Event) -> None:
+        self.last_token_at = time.monotonic()
+        if self.first_token_at is None:
+            self.first_token_at = self.last_token_at
+            self.queue_s, self.prefill_s = event.queue_s, event.prefill_s
 
     def _push(self, token_id: int) -> str:
         if self._stream is None:

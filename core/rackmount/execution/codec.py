@@ -12,16 +12,16 @@ DTYPES = tuple(map(np.dtype, ("int32", "int64", "bool")))
 
 
 class MessageCodec:
-    """A `rackmount_registry.executor.Codec` of `Message`."""
+    """A `rackmount_registry.executor.Codec` of `Message`, or of another union of structs."""
 
-    def __init__(self) -> None:
+    def __init__(self, messages: Any = Message) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_flatten)
-        self._decoder = msgspec.msgpack.Decoder(Message, ext_hook=_restore)
+        self._decoder = msgspec.msgpack.Decoder(messages, ext_hook=_restore)
 
-    def encode(self, message: Message) -> bytes:
+    def encode(self, message: Any) -> bytes:
         return self._encoder.encode(message)
 
-    def decode(self, data: bytes) -> Message:
+    def decode(self, data: bytes) -> Any:
         """ValidationError where the bytes are no message."""
         return self._decoder.decode(data)
 

@@ -1,17 +1,23 @@
 """The program of a rank: a worker that answers the engine core's messages."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup
 from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
+from rackmount.sampling.grammars import Grammars
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.checkpoint import Checkpoint, Report, silent
 from rackmount_registry.executor import Seat
 from rackmount_registry.plugins import PluginManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +41,7 @@ class RankProgram:
         self._worker: Worker | None = None
         manager = live.manager if live else PluginManager.discover()
         manager.prove(setup.manifest)
+        self._setup, self._manager = setup, manager
         self._own = (
             None if live else open_model(Path(setup.path), manager, setup.config.load_format)
         )
@@ -57,7 +64,10 @@ class RankProgram:
 
     def _load(self) -> Loaded:
         assert self._checkpoint is not None, "weights are loaded once"
-        self._worker = Worker(self._rack, self._checkpoint, self._report)
+        tokenizer = partial(_read_tokenizer, self._setup, self._manager)
+        vocab_size = self._rack.draft.vocab_size
+        grammars = Grammars(self._setup.config, self._manager, tokenizer, vocab_size)
+        self._worker = Worker(self._rack, self._checkpoint, self._report, grammars)
         self._checkpoint = None
         if self._own:
             self._own.close()
@@ -70,3 +80,12 @@ class RankProgram:
         if self._own:
             self._own.close()
         self.__dict__.clear()
+
+
+def _read_tokenizer(setup: RankSetup, manager: PluginManager) -> "PreTrainedTokenizerBase | None":
+    """The model's. Few requests need it in a rank, and long after the weights were read."""
+    checkpoint = open_model(Path(setup.path), manager, setup.config.load_format)
+    try:
+        return checkpoint.tokenizer(trust_remote_code=setup.config.trust_remote_code)
+    finally:
+        checkpoint.close()

@@ -16,6 +16,7 @@ from rackmount.execution.profile import Profile, profile
 from rackmount.execution.runner import Runner
 from rackmount.execution.step import PagedStep
 from rackmount.rack import Rack
+from rackmount.sampling.grammars import Grammars
 from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
@@ -34,7 +35,9 @@ class Worker:
     """Weights, KV cache, persistent batch and sampler of one rank. `room`, then `carve`, come
     before steps."""
 
-    def __init__(self, rack: Rack, checkpoint: Checkpoint, report: Report) -> None:
+    def __init__(
+        self, rack: Rack, checkpoint: Checkpoint, report: Report, grammars: Grammars
+    ) -> None:
         if rack.device.type == "cuda":
             if not torch.cuda.is_available():
                 raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
@@ -62,6 +65,7 @@ class Worker:
         self._prompt_chunk = max(1, MAX_PROMPT_LOGITS // rack.draft.vocab_size)
         table = SamplingTable(config.max_num_seqs, rack.draft.vocab_size, rack.device)
         self._sampler = Sampler(table, parts.ops)
+        self._grammars = grammars
         self._runner = Runner(rack, self.mounted, step, parts.ops, self.batch)
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
@@ -96,9 +100,6 @@ class Worker:
         """Begins one step. Plans come in the order in which they were scheduled."""
         self._apply(plan)
         flat = self.batch.build(plan)
-        if self._sampler.needs_history(flat.sample_rows):
-            for each in self._unsettled:
-                each.settle()
         if self._decode_graphs is not None and flat.is_decode:
             pending = self._decode(flat, self._decode_graphs)
         else:
@@ -134,9 +135,16 @@ class Worker:
     def _sample(
         self, flat: FlatBatch, tensors: StepTensors, hidden: Tensor
     ) -> tuple[Tensor, LogprobTensors | None]:
-        """From hidden states [S, hidden] to tokens int32 [S] on the device."""
+        """From hidden states [S, hidden] to tokens int32 [S] on the device.
+
+        Where a row needs its history, the host waits for the steps before this one, while the
+        device goes on with this one's model.
+        """
         sampler, rows = self._sampler, flat.sample_rows
         logits = self._runner.logits(hidden)
+        if sampler.needs_history(rows):
+            for each in self._unsettled:
+                each.settle()
         logits = sampler.process(logits, rows, flat.sample_positions, self.batch.token_ids)
         token_ids = self._draw(logits, tensors)
         self._runner.remember(tensors, token_ids)
@@ -194,6 +202,7 @@ class Worker:
                 output_token_ids=ids[num_prompt:],
                 bad_words_ids=sampling.bad_words_ids,
                 stop_ids=sampling.stop_ids,
+                grammar=self._grammars.follow(sampling, num_prompt),
             )
         table.flush()
 

@@ -14,27 +14,33 @@
 | `repetition_penalty` | 1 | off |
 | `presence_penalty`, `frequency_penalty` | 0 | off |
 | `allowed_token_ids`, `logit_bias`, `bad_words` | None | off |
+| `grammar` | None | off |
 | `min_tokens` | 0 | off |
 | `max_tokens` | None | until the engine's `max_model_len` |
 | `seed` | None | drawn by the engine |
 | `logprobs`, `prompt_logprobs` | None | none |
 | `logprobs`, `prompt_logprobs` | 0 | those of the sampled (or given) token alone |
 
-Order of processing: allowed ids, bad words and the ban of stop ids below `min_tokens` (each sets logits to -inf), then
-`logit_bias` (added), then the repetition, frequency and presence penalties, then temperature, then top-k, then top-p
-over what top-k left, renormalized, then min-p. A greedy row takes the largest logit after the penalties.
+Order of processing: allowed ids, the grammar, bad words and the ban of stop ids below `min_tokens` (each sets logits to
+-inf), then `logit_bias` (added), then the repetition, frequency and presence penalties, then temperature, then top-k,
+then top-p over what top-k left, renormalized, then min-p. A greedy row takes the largest logit after the penalties.
 
 Equal logits at the edge of top-k or top-p: the lowest ids are kept, so top-k keeps exactly k tokens. top-p keeps the
 fewest most likely tokens whose mass reaches `top_p`. min-p keeps every token at least `min_p` times as likely as the
 most likely one.
+
+An answer under a grammar ends by the model's end of sequence, or by a stop id that is a special token. They come only
+where the text is whole, and below `min_tokens` too where the grammar has nothing to add.
 """  # noqa: E501  # a row of the table is a line
 
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
+from types import UnionType
 from typing import NamedTuple, Self
 
 from rackmount_registry.errors import ConfigError, did_you_mean
+from rackmount_registry.grammar import GrammarSpec
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: there, a logit 0.001 behind has e^-100 of the mass."""
@@ -65,6 +71,8 @@ class SamplingParams:
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     """Their last token is banned where it would complete one, also one begun in the prompt."""
+    grammar: GrammarSpec | None = None
+    """What the answer must be."""
     min_tokens: int = 0
     """No end-of-sequence and no stop id before so many tokens."""
     max_tokens: int | None = None
@@ -95,6 +103,7 @@ class SamplingParams:
         for name in ("allowed_token_ids", "stop_token_ids"):
             _check_ids(name, _listed(name, getattr(self, name), "a list of token ids"))
         _check_bias(self.logit_bias)
+        _check_type("grammar", self.grammar, GrammarSpec | None, "a GrammarSpec, or None")
         _check_words("bad_words", self.bad_words)
         _check_words("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -204,7 +213,7 @@ _BIAS = _Number(float, -100, 100)
 _ID = _Number(int, 0, note="a token id")
 
 
-def _check_type(name: str, value: object, kind: type, legal: str) -> None:
+def _check_type(name: str, value: object, kind: type | UnionType, legal: str) -> None:
     if not isinstance(value, kind):
         raise TypeError(f"{name}={value!r} is a {type(value).__name__}; it must be {legal}")
 

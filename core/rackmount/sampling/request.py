@@ -13,6 +13,8 @@ class SamplingRequest:
     seed: int
     bad_words_ids: list[list[int]]
     stop_ids: frozenset[int]
+    end_ids: frozenset[int] = frozenset()
+    """With a grammar: of the stop ids, those that may come only where its text is whole."""
 
 
 @dataclass(frozen=True, kw_only=True)

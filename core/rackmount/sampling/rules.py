@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rackmount.device import upload
+from rackmount.sampling.grammars import num_words
 from rackmount.sampling.table import SamplingTable
 
 
@@ -17,7 +18,8 @@ def apply_rules(
     positions: np.ndarray,
     token_ids: np.ndarray,
 ) -> None:
-    """Changes logits [R, V] in place: allowed ids, then bad words and early stop ids, then bias.
+    """Changes logits [R, V] in place: allowed ids, grammars, then bad words and early stop ids,
+    then bias.
 
     `token_ids` [max_num_seqs, max_model_len] holds each row's tokens before `positions` [R].
     """
@@ -27,6 +29,9 @@ def apply_rules(
         index = upload(np.array([at for at, _ in masks]), logits.device)
         banned = torch.stack([mask for _, mask in masks])
         logits[index] = logits[index].masked_fill_(banned, -torch.inf)
+    governed = [at for at in asked if table.rules[rows[at]].grammar is not None]
+    if governed:
+        _apply_grammars(logits, table, rows, positions, token_ids, governed)
     bans: list[tuple[int, int]] = []
     biases: list[tuple[int, int]] = []
     values: list[float] = []
@@ -46,6 +51,28 @@ def apply_rules(
     if biases:
         bias = upload(np.array(values, np.float32), logits.device)
         logits[_pairs(biases, logits.device)] += bias.to(logits.dtype)
+
+
+def _apply_grammars(
+    logits: Tensor,
+    table: SamplingTable,
+    rows: np.ndarray,
+    positions: np.ndarray,
+    token_ids: np.ndarray,
+    governed: list[int],
+) -> None:
+    """Bans what the grammars of the rows at `governed` do not allow. The host fills the bitmasks
+    while the device computes the logits."""
+    bitmasks = np.empty((len(governed), num_words(table.vocab_size)), np.int32)
+    for at, bitmask in zip(governed, bitmasks, strict=True):
+        grammar = table.rules[rows[at]].grammar
+        assert grammar is not None
+        grammar.fill_bitmask(token_ids[rows[at], : positions[at]], bitmask)
+    octets = upload(bitmasks.view(np.uint8), logits.device).unsqueeze(-1)
+    bits = octets >> torch.arange(8, dtype=torch.uint8, device=logits.device) & 1
+    banned = bits.flatten(1)[:, : logits.shape[1]] == 0
+    index = upload(np.array(governed), logits.device)
+    logits[index] = logits[index].masked_fill_(banned, -torch.inf)
 
 
 def completions(words: Sequence[Sequence[int]], history: np.ndarray) -> list[int]:

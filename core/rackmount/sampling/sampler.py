@@ -30,7 +30,7 @@ class Sampler:
 
     def needs_history(self, rows: np.ndarray) -> bool:
         """Whether `process` reads the tokens before the positions of one of these rows: one has a
-        bad word of several tokens."""
+        grammar, or a bad word of several tokens."""
         return bool(self.table.reads_history[rows].any())
 
     def is_plain(self, rows: np.ndarray) -> bool:

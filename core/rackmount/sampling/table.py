@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rackmount.device import upload
+from rackmount.sampling.grammars import RowGrammar
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.penalties import Penalties
 from rackmount_registry.sampling import Draw, SamplingState
@@ -22,6 +23,7 @@ class LogitRules:
 
     banned: Tensor | None
     """bool [V] on the device: what `allowed_token_ids` leaves out."""
+    grammar: RowGrammar | None
     bias: dict[int, float]
     bad_words: list[list[int]]
     stop_ids: list[int]
@@ -62,12 +64,13 @@ class SamplingTable:
         output_token_ids: Sequence[int] = (),
         bad_words_ids: Sequence[Sequence[int]] = (),
         stop_ids: Iterable[int] = (),
+        grammar: RowGrammar | None = None,
     ) -> None:
         """Gives a row to a request; with the outputs so far, the state is what it was with them.
 
         `params` have passed `validate_for`. `seed`, below 2**64, is theirs or drawn by the engine.
         `bad_words_ids` are the words' tokens, none of them empty. `stop_ids` are what `min_tokens`
-        bans: `params.stop_ids(eos_token_ids)`.
+        bans: `params.stop_ids(eos_token_ids)`; a `grammar` sees to that itself.
         """
         self.release(row)
         self._changed[row] = *self._draw(params), seed
@@ -75,12 +78,13 @@ class SamplingTable:
             self.num_logprobs[row] = params.logprobs
         self.penalties.admit(row, params, prompt_token_ids, output_token_ids)
         bias = dict(params.logit_bias or {})
-        stop_ids = list(stop_ids) if params.min_tokens else []
-        if bias or bad_words_ids or stop_ids or params.allowed_token_ids is not None:
+        stop_ids = list(stop_ids) if params.min_tokens and not grammar else []
+        if bias or bad_words_ids or stop_ids or grammar or params.allowed_token_ids is not None:
             self.has_rules[row] = True
-            self.reads_history[row] = any(len(word) > 1 for word in bad_words_ids)
+            self.reads_history[row] = bool(grammar) or any(len(word) > 1 for word in bad_words_ids)
             self.rules[row] = LogitRules(
                 banned=self._banned(params.allowed_token_ids),
+                grammar=grammar,
                 bias=bias,
                 bad_words=[list(word) for word in bad_words_ids],
                 stop_ids=stop_ids,

@@ -48,6 +48,10 @@ class Request:
     """int32 [O]: all, once it is finished or waits again; while it runs, those from before."""
     num_cached_tokens: int | None = None
     """Prompt tokens that came from the prefix cache when it first ran."""
+    queued_at: float = 0.0
+    """By the monotonic clock of this process, as below."""
+    started_at: float | None = None
+    """When it first ran; None before, and again once its first token is told."""
     order: tuple[int, int] = (0, 0)
     """Its place among all requests: lower is served first and preempted last."""
     row: int = -1

@@ -9,6 +9,7 @@ may be scheduled in between. Rows and blocks that a request leaves meanwhile are
 when no step in flight can touch them.
 """
 
+import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
@@ -96,6 +97,7 @@ class Scheduler:
             )
         rank = request.priority if self.config.policy == "priority" else 0
         request.order = (rank, self._num_arrivals)
+        request.queued_at = time.monotonic()
         self._num_arrivals += 1
         self._requests[request.request_id] = request
         self._stop_tokens.hold(request.stop_ids)
@@ -282,6 +284,7 @@ class Scheduler:
         request.row, request.state = row, RequestState.RUNNING
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_computed
+            request.started_at = time.monotonic()
         return RowAdmission(
             row=row,
             request_id=request.request_id,

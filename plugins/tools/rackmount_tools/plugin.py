@@ -10,6 +10,7 @@ BENCHES = {
     "startup": "from the start of a process to its first token",
     "kernels": "linear kernels at the shapes of a model",
     "scheduler": "CPU time of a decode step without a model",
+    "serve": "what clients see of a running server",
 }
 
 

@@ -1,0 +1,136 @@
+"""Grammars of requests: held at the door, compiled beside the steps, followed row by row."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from rackmount.config import EngineConfig
+from rackmount.rack import choose_grammar_backend
+from rackmount.sampling.request import SamplingRequest
+from rackmount_registry.errors import RackmountError, RequestError
+from rackmount_registry.grammar import (
+    Grammar,
+    GrammarBackend,
+    GrammarContext,
+    GrammarSpec,
+    Matcher,
+)
+from rackmount_registry.options import instantiate, parse_options
+from rackmount_registry.plugins import PluginManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Grammars:
+    """The grammar backend of one process, made when a request first needs it.
+
+    Args:
+        tokenizer: gives the model's, if it has one; called at most once.
+        vocab_size: of the model.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        manager: PluginManager,
+        tokenizer: "Callable[[], PreTrainedTokenizerBase | None]",
+        vocab_size: int,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self._offer = choose_grammar_backend(config, manager)
+        self._options = parse_options(config.plugin_config, manager.offers())
+        self._tokenizer = tokenizer
+        self._thread = ThreadPoolExecutor(1, "grammars")
+
+    def check(self, spec: GrammarSpec) -> None:
+        """RequestError, with the reason, for a grammar that no answer can be held to."""
+        offer = self._offer
+        if offer is None:
+            raise RequestError(
+                "grammar: no grammar_backend is mounted; "
+                "`pip install rackmount-plugins-xgrammar` brings one"
+            )
+        if spec.form not in offer.descriptor.forms:
+            raise RequestError(
+                f"grammar: {offer.name} compiles no {spec.form}; "
+                f"it takes {', '.join(offer.descriptor.forms)}"
+            )
+        self._backend.check(spec)
+
+    def follow(self, sampling: SamplingRequest, num_prompt_tokens: int) -> "RowGrammar | None":
+        """What holds a row to its request's grammar, if it has one. Compiles it in a thread: the
+        model computes the prompt meanwhile."""
+        spec = sampling.params.grammar
+        if spec is None:
+            return None
+        grammar = self._thread.submit(lambda: self._backend.compile(spec))
+        return RowGrammar(grammar, sampling, num_prompt_tokens, self.vocab_size)
+
+    @cached_property
+    def _backend(self) -> GrammarBackend:
+        tokenizer = self._tokenizer()
+        if tokenizer is None or self._offer is None:
+            raise RequestError("grammar: the model has no tokenizer to say what its tokens mean")
+        context = GrammarContext(tokenizer=tokenizer, vocab_size=self.vocab_size)
+        return cast(GrammarBackend, instantiate(self._offer, self._options, context))
+
+
+class RowGrammar:
+    """Which tokens the grammar of one row allows. It follows the row's output, wherever that
+    begins: after a preemption it reads what is there again."""
+
+    def __init__(
+        self,
+        grammar: "Future[Grammar]",
+        sampling: SamplingRequest,
+        num_prompt_tokens: int,
+        vocab_size: int,
+    ) -> None:
+        self._grammar, self._sampling = grammar, sampling
+        self._num_read = num_prompt_tokens
+        """Tokens of the row that were the prompt's, or that the matcher has taken."""
+        self._min_position = num_prompt_tokens + sampling.params.min_tokens
+        self._matcher: Matcher | None = None
+        self._is_lost = False
+        self._others = np.full(num_words(vocab_size), -1, np.int32)
+        """All tokens that are no stop ids."""
+        for token_id in sampling.stop_ids:
+            self._others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+
+    def fill_bitmask(self, history: np.ndarray, bitmask: np.ndarray) -> None:
+        """Writes which tokens may follow `history`, prompt and output, as `Matcher` does.
+
+        None, where the answer has ended or left the grammar. No stop id below `min_tokens`, unless
+        the grammar allows nothing else.
+        """
+        matcher = self._read(history)
+        if matcher is None:
+            bitmask.fill(0)
+            return
+        matcher.fill_bitmask(bitmask)
+        if len(history) < self._min_position and (bitmask & self._others).any():
+            bitmask &= self._others
+
+    def _read(self, history: np.ndarray) -> Matcher | None:
+        """The matcher, behind `history`; None where nothing can follow."""
+        if self._is_lost:
+            return None
+        if self._matcher is None:
+            try:
+                self._matcher = self._grammar.result().matcher(self._sampling.end_ids)
+            except RackmountError:  # the request alone fails: no token is left to it
+                self._is_lost = True
+                return None
+        tokens = history[self._num_read :].tolist()
+        self._num_read = len(history)
+        self._is_lost = not all(map(self._matcher.accept, tokens)) or self._matcher.is_terminated
+        return None if self._is_lost else self._matcher
+
+
+def num_words(vocab_size: int) -> int:
+    """Of a bitmask over the vocabulary, in int32."""
+    return -(-vocab_size // 32)

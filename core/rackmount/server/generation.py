@@ -1,0 +1,128 @@
+"""The two routes that answer prompts."""
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from rackmount.server.choices import ChatChoice, CompletionChoice
+from rackmount.server.conversation import Conversation
+from rackmount.server.errors import ApiError
+from rackmount.server.gate import arrival
+from rackmount.server.reply import EventStream, event, whole
+from rackmount.server.requests import ChatRequest, CompletionRequest, StreamOptions
+from rackmount.server.service import Service, Task
+from rackmount.server.usage import Usage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exchange:
+    """A task, and how its reply looks."""
+
+    task: Task
+    model: str
+    prefix: str
+    """Of the reply's id."""
+    kind: str
+    """Its "object"."""
+    choice: Callable[[int], CompletionChoice | ChatChoice]
+    """Makes a choice of this number."""
+
+    def head(self) -> dict[str, Any]:
+        identity = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.kind}
+        return identity | {"created": int(time.time()), "model": self.model}
+
+
+def add_generation(app: FastAPI, service: Service) -> None:
+    """/v1/completions and /v1/chat/completions."""
+
+    @app.post("/v1/completions")
+    async def completions(asked: CompletionRequest, request: Request) -> Response:
+        return await _reply(service, asked, await _completion(service, asked, request), request)
+
+    @app.post("/v1/chat/completions")
+    async def chat(asked: ChatRequest, request: Request) -> Response:
+        return await _reply(service, asked, await _chat(service, asked, request), request)
+
+
+async def _completion(service: Service, asked: CompletionRequest, request: Request) -> Exchange:
+    model, texts = service.model_name(asked.model), asked.prompts()
+    prompts = [await service.encode(prompt, "prompt") for prompt in texts]
+    own = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
+    task = service.task(asked, prompts, arrival(request), **own)
+
+    def choice(number: int) -> CompletionChoice:
+        echo = service.text_of(texts[number // task.params.n], task.params) if asked.echo else None
+        return CompletionChoice(asked, service.token_texts, echo)
+
+    return Exchange(task=task, model=model, prefix="cmpl", kind="text_completion", choice=choice)
+
+
+async def _chat(service: Service, asked: ChatRequest, request: Request) -> Exchange:
+    model = service.model_name(asked.model)
+    ids = await encode_chat(service, asked)
+    own = {"max_tokens": asked.limit(), "logprobs": asked.num_logprobs()}
+    task = service.task(asked, [ids], arrival(request), **own)
+    kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+    return Exchange(
+        task=task,
+        model=model,
+        prefix="chatcmpl",
+        kind=kind,
+        choice=lambda number: ChatChoice(asked, service.token_texts),
+    )
+
+
+async def encode_chat(service: Service, asked: Conversation) -> list[int]:
+    """The prompt that the chat template makes."""
+    messages = [message.plain() for message in asked.messages]
+    template = str(getattr(service.engine.tokenizer, "chat_template", ""))
+    for message in messages:
+        if message["role"] == "developer" and "developer" not in template:
+            message["role"] = "system"  # which it was once called, and as which models know it
+    return await service.encode(messages, "messages", asked.template_options())
+
+
+async def _reply(
+    service: Service, asked: CompletionRequest | ChatRequest, exchange: Exchange, request: Request
+) -> Response:
+    if not asked.stream:
+        return await whole(request, _whole(service, exchange))
+    if asked.prompt_logprobs is not None:
+        text = "'prompt_logprobs' is not supported with stream=true; leave one of them out"
+        raise ApiError(400, text, param="prompt_logprobs")
+    return EventStream(_events(service, exchange, asked.stream_options or StreamOptions()))
+
+
+async def _whole(service: Service, exchange: Exchange) -> dict[str, Any]:
+    task, usage = exchange.task, Usage(exchange.task.prompts)
+    choices = [exchange.choice(number) for number in range(task.num_choices)]
+    deltas: list[list[dict[str, Any]]] = [[] for _ in choices]
+    async with aclosing(service.answer(task)) as pieces:
+        async for piece in pieces:
+            usage.take(piece)
+            deltas[piece[0]].append(choices[piece[0]].delta(piece))
+    made = [choice.whole(said) for choice, said in zip(choices, deltas, strict=True)]
+    return exchange.head() | {"choices": made, "usage": usage.plain()}
+
+
+async def _events(
+    service: Service, exchange: Exchange, options: StreamOptions
+) -> AsyncGenerator[bytes]:
+    task, usage, head = exchange.task, Usage(exchange.task.prompts), exchange.head()
+    choices = [exchange.choice(number) for number in range(task.num_choices)]
+    if options.include_usage:
+        head["usage"] = None
+    async with aclosing(service.answer(task)) as pieces:
+        async for piece in pieces:
+            usage.take(piece)
+            if options.continuous_usage_stats:
+                head["usage"] = usage.plain()
+            yield event(head | {"choices": [choices[piece[0]].delta(piece)]})
+    if options.include_usage:
+        yield event(head | {"choices": [], "usage": usage.plain()})

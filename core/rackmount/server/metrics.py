@@ -1,0 +1,170 @@
+"""What Prometheus reads, and the latest latencies for people.
+
+All times are differences of this process's monotonic clock, or durations that the core measured.
+The first token's time counts from the arrival of the request; what preemption costs is inside.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rackmount.engine.outputs import TextChunk
+from rackmount.engine.sequence import Sequence
+from rackmount.serving.async_engine import AsyncEngine
+
+SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
+LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+
+HISTOGRAMS = {
+    "time_to_first_token_seconds": ("From a request's arrival to its first token.", LONG),
+    "inter_token_latency_seconds": ("Between tokens of an answer, as they came.", SHORT),
+    "request_time_per_output_token_seconds": ("Mean of an answer after its first token.", SHORT),
+    "e2e_request_latency_seconds": ("From a request's arrival to its last token.", LONG),
+    "request_queue_time_seconds": ("Before an answer was first scheduled.", LONG),
+    "request_prefill_time_seconds": ("From the first schedule to the first token.", LONG),
+    "request_decode_time_seconds": ("From the first token to the last.", LONG),
+}
+RECENT = 512
+"""Latencies of each kind that percentiles are taken of."""
+
+
+class Metrics:
+    """Watches the chunks of all answers."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(_EngineCollector(engine, model_name))
+        self._times: dict[str, Histogram] = {}
+        for name, (text, buckets) in HISTOGRAMS.items():
+            family = Histogram(
+                f"rackmount:{name}", text, ["model_name"], buckets=buckets, registry=self.registry
+            )
+            self._times[name] = family.labels(model_name)
+        self._prompt_tokens, self._generation_tokens = (
+            Counter(f"rackmount:{name}", text, ["model_name"], registry=self.registry).labels(
+                model_name
+            )
+            for name, text in (
+                ("prompt_tokens", "Tokens of prompts whose answers began."),
+                ("generation_tokens", "Tokens sampled for answers."),
+            )
+        )
+        self._ends = Counter(
+            "rackmount:request_success",
+            "Answers that ended, by their reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._model_name = model_name
+        self._recent = {name: deque[float](maxlen=RECENT) for name in HISTOGRAMS}
+
+    def watch(self, sequence: Sequence) -> "Watch":
+        """For an answer that was just asked for."""
+        return Watch(self, sequence)
+
+    def observe(self, name: str, seconds: float | None) -> None:
+        """A latency; None is of no interest."""
+        if seconds is not None:
+            self._times[name].observe(seconds)
+            self._recent[name].append(seconds)
+
+    def count(self, num_prompt_tokens: int, num_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
+        self._generation_tokens.inc(num_tokens)
+
+    def count_end(self, reason: str) -> None:
+        self._ends.labels(self._model_name, reason).inc()
+
+    def text(self) -> bytes:
+        """Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def percentiles(self) -> dict[str, dict[str, float]]:
+        """Of the latest latencies, in seconds."""
+        known = {name: list(values) for name, values in self._recent.items() if values}
+        return {
+            name: {f"p{q}": float(np.percentile(values, q)) for q in (50, 90, 99)}
+            for name, values in known.items()
+        }
+
+
+class Watch:
+    """Tells the metrics of one answer."""
+
+    def __init__(self, metrics: Metrics, sequence: Sequence) -> None:
+        self.sequence = sequence
+        self._metrics = metrics
+        self._last_at: float | None = None
+        self._ended = False
+
+    def take(self, chunk: TextChunk) -> None:
+        """A chunk that came now."""
+        if num_tokens := len(chunk.token_ids):
+            now, last_at = time.monotonic(), self._last_at
+            if last_at is None:
+                self._begin()
+            else:
+                self._metrics.observe("inter_token_latency_seconds", (now - last_at) / num_tokens)
+            self._last_at = now
+            self._metrics.count(0, num_tokens)
+        if chunk.finish_reason is not None:
+            self._end(chunk.finish_reason)
+
+    def close(self) -> None:
+        """Nobody waits for it any more."""
+        if not self._ended:
+            self._end("abort")
+
+    def _begin(self) -> None:
+        sequence, observe = self.sequence, self._metrics.observe
+        if sequence.index == 0:
+            self._metrics.count(len(sequence.prompt_token_ids), 0)
+        assert sequence.first_token_at is not None
+        observe("time_to_first_token_seconds", sequence.first_token_at - sequence.arrived_at)
+        observe("request_queue_time_seconds", sequence.queue_s)
+        observe("request_prefill_time_seconds", sequence.prefill_s)
+
+    def _end(self, reason: str) -> None:
+        self._ended = True
+        self._metrics.count_end(reason)
+        sequence, observe = self.sequence, self._metrics.observe
+        first, last = sequence.first_token_at, sequence.last_token_at
+        if reason not in ("stop", "length") or first is None or last is None:
+            return
+        observe("e2e_request_latency_seconds", last - sequence.arrived_at)
+        observe("request_decode_time_seconds", last - first)
+        if (more := len(sequence.token_ids) - 1) > 0:
+            observe("request_time_per_output_token_seconds", (last - first) / more)
+
+
+class _EngineCollector(Collector):
+    """The scheduler's figures, as the core last sent them."""
+
+    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+        self._engine, self._labels = engine, [model_name]
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats
+        for name, text, value in (
+            ("num_requests_running", "Answers in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Answers that wait to be scheduled.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", stats.kv_usage),
+            ("engine_up", "1 while the engine lives.", float(self._engine.is_alive)),
+        ):
+            gauge = GaugeMetricFamily(f"rackmount:{name}", text, labels=["model_name"])
+            gauge.add_metric(self._labels, value)
+            yield gauge
+        for name, text, value in (
+            ("num_preemptions", "Preemptions.", stats.total_preemptions),
+            ("prefix_cache_queries", "Prompt tokens looked up.", stats.total_prefix_queries),
+            ("prefix_cache_hits", "Prompt tokens found.", stats.total_prefix_hits),
+            ("computed_tokens", "Tokens put through the model.", stats.total_computed_tokens),
+        ):
+            counter = CounterMetricFamily(f"rackmount:{name}", text, labels=["model_name"])
+            counter.add_metric(self._labels, value)
+            yield counter

@@ -1,0 +1,35 @@
+"""What a server is asked for."""
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """How the server answers; the engine's own arguments are apart."""
+
+    model_names: tuple[str, ...]
+    """By which requests may call the model; replies use the first."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0 takes a free one."""
+    api_keys: tuple[str, ...] = ()
+    """One of them opens every route; none leaves all open."""
+    chat_template: str | None = None
+    """In place of the tokenizer's own."""
+    max_queued_requests: int = 1024
+    """Most answers that wait for their first token."""
+    max_waiting_tokens: int = 2**20
+    """Most prompt tokens that they hold; a request that finds none waiting is always let in."""
+    max_logprobs: int = 20
+    max_body_bytes: int = 16 * 2**20
+    drain_s: float = 30.0
+    """Seconds that open answers may take once the server is told to stop."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

@@ -1,0 +1,1 @@
+"""Structured output for rackmount, by xgrammar."""

@@ -1,0 +1,117 @@
+"""What Prometheus and people read."""
+
+import asyncio
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+from tests.helpers.fake_engine import FakeEngine, ask, asked, fake_app
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
+PATH = "/v1/completions"
+
+
+def samples(text: str) -> dict[str, float]:
+    """By name; labels do not matter."""
+    families = text_string_to_metric_families(text)
+    found = [sample for family in families for sample in family.samples]
+    assert all(sample.labels["model_name"] == "m" for sample in found)
+    return {sample.name: sample.value for sample in found}
+
+
+def served(engine: FakeEngine, *bodies: dict[str, Any]) -> dict[str, float]:
+    """Metrics after these completions, one after another."""
+
+    async def run() -> str:
+        app = fake_app(engine)
+        for body in bodies:
+            await asked(app, PATH, {"prompt": "A", "max_tokens": 4} | body)
+        return (await asked(app, "/metrics")).text
+
+    return samples(asyncio.run(run()))
+
+
+def test_an_answer_is_counted_once() -> None:
+    found = served(FakeEngine(), {}, {"stream": True, "prompt": "AAA"})
+    assert found["rackmount:prompt_tokens_total"] == 4
+    assert found["rackmount:generation_tokens_total"] == 8
+    assert found["rackmount:request_success_total"] == 2
+    for name in ("time_to_first_token", "e2e_request_latency", "request_time_per_output_token"):
+        assert found[f"rackmount:{name}_seconds_count"] == 2
+    assert found["rackmount:request_queue_time_seconds_sum"] == 0.5
+    assert found["rackmount:request_prefill_time_seconds_sum"] == 1.0
+
+
+def test_answers_to_one_prompt_count_it_once() -> None:
+    found = served(FakeEngine(), {"n": 3, "prompt": "AA"})
+    assert found["rackmount:prompt_tokens_total"] == 2
+    assert found["rackmount:time_to_first_token_seconds_count"] == 3
+
+
+def test_a_first_token_is_timed_from_the_arrival_of_the_request() -> None:
+    async def run() -> str:
+        engine = FakeEngine()
+        engine.go.clear()
+        app = fake_app(engine)
+        waiting = asyncio.ensure_future(asked(app, PATH, {"prompt": "A", "max_tokens": 2}))
+        await asyncio.sleep(0.2)
+        engine.go.set()
+        await waiting
+        return (await asked(app, "/metrics")).text
+
+    found = samples(asyncio.run(run()))
+    first, whole = (
+        found[f"rackmount:{name}_seconds_sum"]
+        for name in ("time_to_first_token", "e2e_request_latency")
+    )
+    assert 0.2 <= first <= whole < 5
+
+
+def test_the_schedulers_figures_are_the_cores() -> None:
+    engine = FakeEngine()
+    engine.stats.num_running, engine.stats.kv_usage = 3, 0.5
+    engine.stats.total_preemptions, engine.stats.total_prefix_hits = 4, 5
+    found = served(engine)
+    assert found["rackmount:num_requests_running"] == 3
+    assert found["rackmount:kv_cache_usage_perc"] == 0.5
+    assert found["rackmount:num_preemptions_total"] == 4
+    assert found["rackmount:prefix_cache_hits_total"] == 5
+    assert found["rackmount:engine_up"] == 1
+
+
+def test_people_get_percentiles_of_the_latest() -> None:
+    async def run() -> Any:
+        app = fake_app(FakeEngine())
+        assert (await asked(app, "/server_info")).json()["latencies"] == {}
+        await asked(app, PATH, {"prompt": "A"})
+        return (await asked(app, "/server_info")).json()["latencies"]
+
+    latencies = asyncio.run(run())
+    assert latencies["request_queue_time_seconds"] == {"p50": 0.25, "p90": 0.25, "p99": 0.25}
+
+
+def test_two_applications_count_apart() -> None:
+    assert served(FakeEngine(), {}, {})["rackmount:request_success_total"] == 2
+    assert served(FakeEngine(), {})["rackmount:request_success_total"] == 1
+
+
+def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    text = ask(fake_app(FakeEngine()), "/metrics").text
+    there = set(re.findall(r"^rackmount:\w+", text, re.MULTILINE))
+    there |= set(re.findall(r"^# TYPE (rackmount:\w+)", text, re.MULTILINE))
+    asked_for = set(re.findall(r"rackmount:\w+", json.dumps(dashboard)))
+    assert asked_for
+    assert asked_for <= there | {"rackmount:request_success_total"}  # has a label for each reason
+    places = [panel["gridPos"] for panel in dashboard["panels"]]
+    cells = [
+        (x, y)
+        for place in places
+        for x in range(place["x"], place["x"] + place["w"])
+        for y in range(place["y"], place["y"] + place["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) == 23
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
