@@ -35,6 +35,7 @@ FIRST_PARTY = frozenset(
     {
         "rackmount-core",
         "rackmount-plugins-backends",
+        "rackmount-plugins-executors",
         "rackmount-plugins-gguf",
         "rackmount-plugins-models",
         "rackmount-plugins-moe",
@@ -47,6 +48,7 @@ FIRST_PARTY = frozenset(
 BROUGHT_BY = {
     "architecture": "rackmount-plugins-models",
     "attention_backend": "rackmount-plugins-backends",
+    "executor": "rackmount-plugins-executors",
     "expert_kernel": "rackmount-plugins-moe",
     "linear_kernel": "rackmount-plugins-backends",
     "op_set": "rackmount-plugins-backends",
