@@ -1,13 +1,14 @@
 """Tunes the Triton linear kernel on this GPU, holds it to float64, and times it beside cuBLAS.
 
-Usage: python benchmarks/decode_gemm.py --out TABLE.json [--figures FIGURES.json]
+Usage: python benchmarks/decode_gemm.py --out TABLE.json
        [--shapes llama-8b,qwen3-0.6b,qwen3-30b-a3b] [--rows 1 2 4 ...] [--minutes 4]
 
 A product is timed as decoding runs it: kernel after kernel in one CUDA graph, each of which may
 start before the one before has ended, over copies of the weight that together are four times the
 L2. The search has three rounds: cuts of the weight and depths of the pipeline; TMA and prefetching
 for the best; and the best with every epilogue of the shape. The table (see
-`rackmount_backends.triton_linear.tuning`) gets a tiling where it beat cuBLAS and was right.
+`rackmount_backends.triton_linear.tuning`) gets a tiling where it beat cuBLAS and was right. The
+rule for shapes that are not in a table is timed beside it.
 """
 
 import argparse
@@ -327,38 +328,25 @@ class Search:
         self.round("epilogues", wanted, 0.9)
 
 
-def report(problem: Problem, us: float, cublas_us: float, tiling: Tiling | None) -> dict[str, Any]:
-    rate = problem.num_bytes / min(us, cublas_us) / 1e-6
-    return {
-        "n": problem.n,
-        "k": problem.k,
-        "rows": problem.rows,
-        "epilogue": problem.epilogue,
-        "us": round(us, 2) if us < float("inf") else None,
-        "cublas_us": round(cublas_us, 2),
-        "TB/s": round(rate / 1e12, 2),
-        "percent": round(100 * rate / CEILING, 1),
-        "tiling": asdict(tiling) if tiling else None,
-    }
-
-
-def tabulate(search: Search, shapes: dict, rows: list[int]) -> tuple[dict, list[dict[str, Any]]]:
-    """The table, of what beat cuBLAS, and a figure for each problem."""
+def tabulate(search: Search, shapes: dict, rows: list[int]) -> dict[str, Any]:
+    """The table, of what beat cuBLAS; prints a line for each problem."""
+    bench, num_sms = search.bench, torch.cuda.get_device_properties("cuda").multi_processor_count
     table: dict[str, dict[str, list | None]] = {}
-    figures = []
     for (n, k), epilogues in shapes.items():
-        for epilogue in epilogues:
-            row: dict[str, list | None] = {}
-            for r in rows:
-                problem = Problem(n, k, r, epilogue)
-                best = next(iter(search.best(problem, 1)), None)
-                us = search.bench.time(problem, best, samples=5) if best else float("inf")
-                cublas_us = search.bench.time(problem, None, samples=5)
-                won = best is not None and us < cublas_us
-                row[str(r)] = list(asdict(best).values()) if won else None
-                figures.append(report(problem, us, cublas_us, best if won else None))
-            table[f"{n}x{k} {epilogue}"] = row
-    return {"fields": [field.name for field in fields(Tiling)], "shapes": table}, figures
+        for epilogue, r in itertools.product(epilogues, rows):
+            problem, ruled = Problem(n, k, r, epilogue), tuning.rule(n, k, r, num_sms)
+            best = next(iter(search.best(problem, 1)), None)
+            us, by_rule = (bench.time(problem, t, 5) if t else float("inf") for t in (best, ruled))
+            cublas_us = bench.time(problem, None, 5)
+            values = list(asdict(best).values()) if best and us < cublas_us else None
+            table.setdefault(f"{n}x{k} {epilogue}", {})[str(r)] = values
+            rate = problem.num_bytes / min(us, cublas_us) * 1e6
+            print(
+                f"{n:>6} x {k:<6}{epilogue:<9}{r:>4} {us:>8.2f} us, cuBLAS {cublas_us:>8.2f} us, "
+                f"by rule {by_rule:>8.2f} us: {rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} % "
+                f" {values or 'cuBLAS'}"
+            )
+    return {"fields": [field.name for field in fields(Tiling)], "shapes": table}
 
 
 def serialize(table: dict) -> str:
@@ -380,28 +368,12 @@ def check(bench: Bench, table: dict, shapes: dict) -> None:
                 table["shapes"][f"{n}x{k} {epilogue}"][str(bucket)] = None
 
 
-def layer_us(bench: Bench, model: str, rows: int, choose: Callable) -> float:
-    """Microseconds of the products of one layer, in the order of the layer, over several layers."""
-    kernel, calls = TritonLinear(choose), []
-    parts = [name for name in ("qkv", "o", "gate_up", "down") if name in MODELS[model]]
-    for layer in range(4):
-        for name in parts:
-            n, k, epilogues = MODELS[model][name]
-            weights = bench.weights(n, k)
-            prepared = kernel.prepare(dense(weights[layer % len(weights)]))
-            calls.append((prepared, epilogues[0]))
-    run = [lambda p=p, e=e: bench.call(kernel, p, rows, e) for p, e in calls]
-    run[0]()
-    return graph_us(run, samples=5) * len(parts)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shapes", default=",".join(MODELS), help="models, comma-separated")
     parser.add_argument("--rows", type=int, nargs="+", choices=BUCKETS, default=list(BUCKETS))
     parser.add_argument("--minutes", type=float, default=4)
     parser.add_argument("--out", type=Path, required=True, help="the table")
-    parser.add_argument("--figures", type=Path)
     args = parser.parse_args()
     models = args.shapes.split(",")
     torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
@@ -411,30 +383,11 @@ def main() -> None:
     with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
         search = Search(bench, pool, args.minutes)
         search.run(shapes, args.rows)
-    table, figures = tabulate(search, shapes, args.rows)
+    table = tabulate(search, shapes, args.rows)
     check(bench, table, shapes)
     gpu = torch.cuda.get_device_name()
     about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
     args.out.write_text(serialize(about | table))
-    names = {(n, k): f"{m} {name}" for m in models for name, (n, k, _) in MODELS[m].items()}
-    for f in figures:
-        print(
-            f"{names[f['n'], f['k']]:<22}{f['epilogue']:<9}{f['rows']:>4} {f['us'] or 0:>8.2f} us "
-            f"{f['TB/s']:>5.2f} TB/s {f['percent']:>5.1f} %  cuBLAS {f['cublas_us']:>8.2f} us  "
-            f"{list(f['tiling'].values()) if f['tiling'] else 'cuBLAS'}"
-        )
-    parsed = tuning.parse(table)
-    layers = []
-    for model, r in itertools.product(models, args.rows):
-        mine = layer_us(
-            bench, model, r, lambda w, e, b: parsed.get(f"{len(w)}x{w.shape[1]} {e}", {}).get(b)
-        )
-        theirs = layer_us(bench, model, r, lambda *_: None)
-        layers.append({"model": model, "rows": r, "us": mine, "cublas_us": theirs})
-        print(f"{model:<16} rows {r:>3}: layer {mine:8.1f} us, by cuBLAS {theirs:8.1f} us")
-    if args.figures:
-        whole = about | {"ceiling_bytes_s": CEILING, "products": figures, "layers": layers}
-        args.figures.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":

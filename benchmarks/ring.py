@@ -28,9 +28,9 @@ import numpy as np
 
 from rackmount import Request, SamplingParams, Scheduler, SchedulerConfig
 from rackmount.execution.codec import MessageCodec
-from rackmount.executors.ring import RING_BYTES, RingReader, RingWriter
 from rackmount.sampling.request import SamplingRequest
 from rackmount.scheduling.plan import StepPlan
+from rackmount_executors.ring import RING_BYTES, RingReader, RingWriter
 from rackmount_tools.machine import describe_machine
 
 BATCH = 256

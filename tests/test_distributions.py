@@ -9,6 +9,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rackmount_registry import API_VERSION
+from rackmount_registry.offers import FIRST_PARTY
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = sorted(
@@ -31,6 +32,15 @@ VERSIONS = {table["name"]: table["version"] for table in map(project, DISTRIBUTI
 def test_the_version_of_the_contract_is_that_of_its_distribution() -> None:
     major, minor, _ = VERSIONS["rackmount-registry"].split(".")
     assert f"{major}.{minor}" == API_VERSION
+
+
+def test_every_distribution_but_the_contract_is_first_party() -> None:
+    assert VERSIONS.keys() - {"rackmount-registry"} == FIRST_PARTY
+
+
+def test_the_core_brings_executors_of_several_ranks() -> None:
+    needs = map(Requirement, project("core")["dependencies"])
+    assert "rackmount-plugins-executors" in {need.name for need in needs}
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)

@@ -10,6 +10,7 @@ behind `seq_lens` then weighs zero, but must be finite. Pages of other sizes are
 
 import os
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -22,6 +23,10 @@ from rackmount_registry.attention import (
     DeviceTables,
 )
 from rackmount_registry.capabilities import Demand
+
+ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+"""FlashAttention's own variables: whether and where it keeps compiled kernels."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +43,17 @@ class FlashAttention:
 
     def __init__(self, context: AttentionContext) -> None:
         # It keeps compiled kernels only where it is told to, before it is imported.
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-        os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(kernel_folder()))
+        os.environ.setdefault(ENABLED, "1")
+        os.environ.setdefault(FOLDER, str(kernel_folder()))
         from flash_attn.cute import flash_attn_varlen_func  # loads a compiler: not for `jit`
 
         self._attend = flash_attn_varlen_func
         self._block_size = context.block_size
         # Below 10.0 there is no kernel that splits a sequence's keys. Where there is one, 0 leaves
         # the number to a heuristic, which goes by shapes and by the bound of the query lengths.
-        self._splits = torch.cuda.get_device_capability(context.device) >= (10, 0)
+        self._capability = torch.cuda.get_device_capability(context.device)
+        self._splits = self._capability >= (10, 0)
+        self._unmarked = set(context.layers if keeps_kernels() else ())
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """The engine's tables, no copies."""
@@ -78,22 +85,54 @@ class FlashAttention:
             softcap=params.soft_cap or 0.0,
             num_splits=0 if self._splits else 1,
         )
+        if params in self._unmarked:
+            self._leave_mark(q, params)
         return out
+
+    def _leave_mark(self, q: Tensor, params: AttentionParams) -> None:
+        """For `missing_kernels` of the next process: what such a layer needs is compiled."""
+        dtype = str(q.dtype).removeprefix("torch.")
+        name = mark(dtype, params.head_size, params.features, self._capability)
+        kernel_folder().mkdir(parents=True, exist_ok=True)
+        group = params.num_heads // params.num_kv_heads
+        (kernel_folder() / f"{name}-group{group}").touch()
+        self._unmarked.remove(params)
 
 
 def missing_kernels(demand: Demand) -> str:
-    """Why kernels would have to be compiled first; empty when there are compiled ones on the disk.
+    """Why kernels would have to be compiled first; empty where a process before left its mark.
 
-    The names of the files cannot be known without loading the compiler: any forward kernel is taken
-    for the ones that are needed. A variant that is missing after all takes seconds.
+    The names of FlashAttention's own files cannot be known without loading the compiler, so that
+    `FlashAttention` leaves marks beside them. A demand says nothing of the query heads that share a
+    key head, nor the value of a soft cap: a variant that is missing after all takes seconds. Of a
+    model with layers of several kinds, the mark is looked up that has all their features.
     """
+    assert demand.dtype and demand.head_size and demand.compute_capability
+    if not keeps_kernels():
+        return f"its kernels are compiled in each process, as {ENABLED} is not 1"
     folder = kernel_folder()
-    if any(folder.glob("*/fwd/*.o")):
+    name = mark(demand.dtype, demand.head_size, demand.features, demand.compute_capability)
+    if any(folder.glob(f"{name}-group*")):
         return ""
-    return f"its kernels have yet to be compiled: ask for it by name once (none is in {folder})"
+    return f"its kernels have yet to be compiled: ask for it by name once (no {folder / name})"
+
+
+def mark(dtype: str, head_size: int, features: frozenset[str], capability: tuple[int, int]) -> str:
+    """How the names of marks begin: what kernels there are compiled ones of."""
+    try:
+        release = version("flash-attn-4")
+    except PackageNotFoundError:  # a checkout of the sources
+        release = "unreleased"
+    kind = "+".join(sorted(features)) or "plain"
+    return f"{release}-sm{capability[0]}{capability[1]}-{dtype}-head{head_size}-{kind}"
+
+
+def keeps_kernels() -> bool:
+    """Whether compiled kernels are there for the next process: FlashAttention takes "1" alone."""
+    return os.environ.get(ENABLED, "1") == "1"
 
 
 def kernel_folder() -> Path:
     """Where compiled kernels are kept for the next process."""
-    given = os.environ.get("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+    given = os.environ.get(FOLDER)
     return Path(given) if given else Path.home() / ".cache" / "rackmount" / "flash-attn"

@@ -19,119 +19,121 @@ OPS = (
 )
 """What both op sets have."""
 
+TORCH_ATTENTION = AttentionBackend(
+    name="torch",
+    factory="rackmount_backends.torch_attention:TorchAttention",
+    summary="torch's scaled_dot_product_attention over gathered pages",
+    band="reference",
+    cache_layout="slots",
+    preferred_block_sizes=(16, 32, 64, 128),
+    cells=tuple(
+        Cell(
+            devices=("cpu", "cuda"),
+            dtypes=(dtype,),
+            kv_dtypes=(dtype,),
+            features=frozenset({"sliding_window"}),
+        )
+        for dtype in DTYPES
+    ),
+)
+
+TRITON_ATTENTION = AttentionBackend(
+    name="triton",
+    factory="rackmount_backends.triton_attention.backend:TritonAttention",
+    summary="paged decode with split keys and paged prefill, in Triton",
+    requires=TRITON,
+    band="portable",
+    graph_safe=True,
+    cache_layout="slots",
+    preferred_block_sizes=(16, 32, 64, 128),
+    metadata="device",
+    cells=tuple(
+        Cell(
+            devices=("cuda",),
+            compute_capability=(8, 0),
+            dtypes=(dtype,),
+            kv_dtypes=(dtype,),
+            head_sizes=tuple(range(16, 257, 16)),
+            block_sizes=(16, 32, 64, 128, 256),
+            features=frozenset({"sliding_window", "soft_cap"}),
+        )
+        for dtype in ("bfloat16", "float16", "float32")
+    ),
+)
+
+FLASH_ATTN = AttentionBackend(
+    name="flash-attn",
+    factory="rackmount_backends.flash_attn:FlashAttention",
+    summary="FlashAttention 4, kernels in CuTe DSL for Hopper and Blackwell",
+    requires=(
+        Requirement(
+            module="flash_attn.cute",
+            install="pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 "
+            "'nvidia-cutlass-dsl[cu13]==4.8.1'",
+        ),
+    ),
+    band="vendor",
+    order=1,
+    decode_order=None,  # below 10.0 it does not split a sequence's keys
+    graph_safe=True,
+    cache_layout="slots",
+    preferred_block_sizes=(16, 32, 64),
+    metadata="device",
+    jit="rackmount_backends.flash_attn:missing_kernels",
+    cells=tuple(
+        Cell(
+            devices=("cuda",),
+            compute_capability=(9, 0),
+            compute_capability_below=(12, 0),
+            dtypes=(dtype,),
+            kv_dtypes=(dtype,),
+            head_sizes=head_sizes,
+            # A page of exactly one key tile is read whole, what was never written included.
+            block_sizes=block_sizes,
+            features=frozenset({"sliding_window", "soft_cap"}),
+        )
+        for dtype in NARROW
+        for head_sizes, block_sizes in (
+            ((64, 80, 96, 112, 128), (16, 32, 64, 256)),
+            ((256,), (16, 32)),
+        )
+    ),
+)
+
+FLASHINFER = AttentionBackend(
+    name="flashinfer",
+    factory="rackmount_backends.flashinfer.backend:FlashInfer",
+    summary="FlashInfer's paged kernels, compiled with nvcc at first use",
+    requires=(
+        Requirement(
+            module="flashinfer",
+            install="pip install flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11",
+        ),
+    ),
+    band="vendor",
+    order=None,  # on an H200 the others were faster at most loads, above all at mixed ones
+    decode_order=None,
+    graph_safe=True,
+    cache_layout="slots",
+    preferred_block_sizes=(16, 32, 64, 128),
+    metadata="host",
+    cells=tuple(
+        Cell(
+            devices=("cuda",),
+            compute_capability=(8, 0),
+            dtypes=(dtype,),
+            kv_dtypes=(dtype,),
+            head_sizes=(64, 128, 256),
+            features=frozenset({"sliding_window", "soft_cap"}),
+        )
+        for dtype in NARROW
+    ),
+)
+
 
 @hookimpl
 def attention_backends() -> list[AttentionBackend]:
-    return [
-        AttentionBackend(
-            name="torch",
-            factory="rackmount_backends.torch_attention:TorchAttention",
-            summary="torch's scaled_dot_product_attention over gathered pages",
-            band="reference",
-            cache_layout="slots",
-            preferred_block_sizes=(16, 32, 64, 128),
-            cells=tuple(
-                Cell(
-                    devices=("cpu", "cuda"),
-                    dtypes=(dtype,),
-                    kv_dtypes=(dtype,),
-                    features=frozenset({"sliding_window"}),
-                )
-                for dtype in DTYPES
-            ),
-        ),
-        AttentionBackend(
-            name="triton",
-            factory="rackmount_backends.triton_attention.backend:TritonAttention",
-            summary="paged decode with split keys and paged prefill, in Triton",
-            requires=TRITON,
-            band="portable",
-            graph_safe=True,
-            cache_layout="slots",
-            preferred_block_sizes=(16, 32, 64, 128),
-            metadata="device",
-            cells=tuple(
-                Cell(
-                    devices=("cuda",),
-                    compute_capability=(8, 0),
-                    dtypes=(dtype,),
-                    kv_dtypes=(dtype,),
-                    head_sizes=tuple(range(16, 257, 16)),
-                    block_sizes=(16, 32, 64, 128, 256),
-                    features=frozenset({"sliding_window", "soft_cap"}),
-                )
-                for dtype in ("bfloat16", "float16", "float32")
-            ),
-        ),
-        AttentionBackend(
-            name="flash-attn",
-            factory="rackmount_backends.flash_attn:FlashAttention",
-            summary="FlashAttention 4, kernels in CuTe DSL for Hopper and Blackwell",
-            requires=(
-                Requirement(
-                    module="flash_attn.cute",
-                    install="pip install flash-attn-4==4.0.0b36 quack-kernels==0.6.5 "
-                    "'nvidia-cutlass-dsl[cu13]==4.8.1'",
-                ),
-            ),
-            band="vendor",
-            order=1,
-            decode_order=None,  # below 10.0 it does not split a sequence's keys
-            graph_safe=True,
-            cache_layout="slots",
-            preferred_block_sizes=(16, 32, 64),
-            metadata="device",
-            jit="rackmount_backends.flash_attn:missing_kernels",
-            cells=tuple(
-                Cell(
-                    devices=("cuda",),
-                    compute_capability=(9, 0),
-                    compute_capability_below=(12, 0),
-                    dtypes=(dtype,),
-                    kv_dtypes=(dtype,),
-                    head_sizes=head_sizes,
-                    # A page of exactly one key tile is read whole, what was never written included.
-                    block_sizes=block_sizes,
-                    features=frozenset({"sliding_window", "soft_cap"}),
-                )
-                for dtype in NARROW
-                for head_sizes, block_sizes in (
-                    ((64, 80, 96, 112, 128), (16, 32, 64, 256)),
-                    ((256,), (16, 32)),
-                )
-            ),
-        ),
-        AttentionBackend(
-            name="flashinfer",
-            factory="rackmount_backends.flashinfer.backend:FlashInfer",
-            summary="FlashInfer's paged kernels, compiled with nvcc at first use",
-            requires=(
-                Requirement(
-                    module="flashinfer",
-                    install="pip install flashinfer-python==0.6.14 apache-tvm-ffi==0.1.11",
-                ),
-            ),
-            band="vendor",
-            order=None,  # on an H200 the others were faster at most loads, above all at mixed ones
-            decode_order=None,
-            graph_safe=True,
-            cache_layout="slots",
-            preferred_block_sizes=(16, 32, 64, 128),
-            metadata="host",
-            jit="rackmount_backends.flashinfer.jit:missing_kernels",
-            cells=tuple(
-                Cell(
-                    devices=("cuda",),
-                    compute_capability=(8, 0),
-                    dtypes=(dtype,),
-                    kv_dtypes=(dtype,),
-                    head_sizes=(64, 128, 256),
-                    features=frozenset({"sliding_window", "soft_cap"}),
-                )
-                for dtype in NARROW
-            ),
-        ),
-    ]
+    return [TORCH_ATTENTION, TRITON_ATTENTION, FLASH_ATTN, FLASHINFER]
 
 
 @hookimpl
@@ -178,7 +180,7 @@ def linear_kernels() -> list[LinearKernel]:
         LinearKernel(
             name="triton",
             factory="rackmount_backends.triton_linear.linear:TritonLinear",
-            summary="few rows in Triton where that was measured faster, else cuBLAS",
+            summary="few rows in Triton on GPUs where that was measured, else cuBLAS",
             requires=TRITON,
             band="portable",
             graph_safe=True,

@@ -1,5 +1,7 @@
 """Linear kernels in plain torch."""
 
+from collections.abc import Collection
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,7 +12,7 @@ from rackmount_registry.formats import Weight
 class DenseLinear:
     """The product that torch makes of a dense weight."""
 
-    def prepare(self, weight: Weight) -> Tensor:
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Tensor:
         """The matrix [out, in]: the tensor itself; in float32 on a CPU it lies by columns from now
         on."""
         dense = weight.tensors["weight"]
@@ -29,7 +31,7 @@ class DequantizedLinear:
     """The definition of a quantized product: dequantize, multiply in the wider of the two dtypes,
     round once."""
 
-    def prepare(self, weight: Weight) -> Weight:
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Weight:
         """The weight as loaded."""
         return weight
 

@@ -10,6 +10,13 @@ from rackmount_registry.plain import misfits
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+OTHER_NAMES = {
+    "attention_backend": "backend",
+    "tensor_parallel_size": "tp",
+    "data_parallel_size": "dp",
+    "num_gpu_blocks_override": "num_kv_blocks",
+}
+"""What arguments are called elsewhere -> here."""
 LEAST = {
     "max_model_len": 2,  # a prompt of one token, and one of output
     "num_kv_blocks": 1,
@@ -47,7 +54,8 @@ class EngineConfig:
     """On each rank. None is what `gpu_memory_utilization` leaves on a GPU, a share of the free
     memory on a CPU; no more than all sequences at full length need."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's whole memory that a rank may take: weights, activations, graphs and KV."""
+    """Share of a GPU's whole memory that may be in use: by weights, activations, graphs and KV of
+    this engine, and by whoever else is there."""
     block_size: int | None = None
     """Tokens per KV block; None is the backend's preference."""
     max_num_seqs: int = 256
@@ -99,9 +107,9 @@ class EngineConfig:
         legal = [field.name for field in fields(cls)]
         for name in given:
             if name not in legal:
+                hint = did_you_mean(OTHER_NAMES.get(name, name), legal)
                 raise TypeError(
-                    f"Engine got an unknown argument {name!r}{did_you_mean(name, legal)}; "
-                    f"legal are {', '.join(legal)}"
+                    f"Engine got an unknown argument {name!r}{hint}; legal are {', '.join(legal)}"
                 )
         return cls(**given)
 

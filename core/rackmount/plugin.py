@@ -37,18 +37,6 @@ def executors() -> list[Executor]:
             max_ranks=1,
             order=0,
         ),
-        Executor(
-            name="multiprocess",
-            factory="rackmount.executors.multiprocess:MultiprocessExecutor",
-            options="rackmount.executors.options:MultiprocessOptions",
-            summary="a process for each rank on this host",
-            order=1,
-        ),
-        Executor(
-            name="external",
-            factory="rackmount.executors.external:ExternalExecutor",
-            summary="processes that a launcher such as torchrun has started, on one host or more",
-        ),
     ]
 
 

@@ -6,7 +6,7 @@ experts' bundle from the names. `finish` turns what was loaded into a `Weight` o
 specified here.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -142,10 +142,17 @@ class LinearKernel(Protocol):
     It is called at any T, 0 included, and enqueues work on the current stream alone: `run` may be
     captured in a CUDA graph. `run_silu_mul`, and `adds` with `run_add`, are there where the
     descriptor's `epilogues` say so.
+
+    What uses programmatic dependent launch waits (`griddepcontrol.wait`) before it lets the next
+    kernel start: kernels after a product rely on all before it being complete.
     """
 
-    def prepare(self, weight: Weight) -> Any:
-        """Repacks once, after loading; what it returns is handed to every `run`."""
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Any:
+        """Repacks once, after loading; what it returns is handed to every `run`.
+
+        `uses` are the methods that will be called, "run" or an epilogue's name, as far as that is
+        known: what must be compiled for them may be compiled from here on.
+        """
 
     def run(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out], in the dtype of `x`."""

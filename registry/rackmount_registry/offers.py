@@ -35,6 +35,7 @@ FIRST_PARTY = frozenset(
     {
         "rackmount-core",
         "rackmount-plugins-backends",
+        "rackmount-plugins-executors",
         "rackmount-plugins-gguf",
         "rackmount-plugins-models",
         "rackmount-plugins-moe",
@@ -48,6 +49,7 @@ FIRST_PARTY = frozenset(
 BROUGHT_BY = {
     "architecture": "rackmount-plugins-models",
     "attention_backend": "rackmount-plugins-backends",
+    "executor": "rackmount-plugins-executors",
     "expert_kernel": "rackmount-plugins-moe",
     "grammar_backend": "rackmount-plugins-xgrammar",
     "linear_kernel": "rackmount-plugins-backends",

@@ -3,6 +3,7 @@ arguments and computes by the definition."""
 
 import sys
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from tests.helpers.attention import PARAMS, Request, decoding, make_case
 from torch import Tensor
 
+from rackmount_backends import flash_attn
 from rackmount_backends.flash_attn import FlashAttention, kernel_folder, missing_kernels
 from rackmount_registry.attention import AttentionParams
 from rackmount_registry.capabilities import Demand
@@ -69,6 +71,14 @@ class Vendor:
             keys, values = (t[used].flatten(0, 1)[:total] for t in (k, v))
             outs.append(attend_causally(new, keys, values, params))
         return torch.cat(outs), None
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of this test alone; the package, which is not here, is of a release."""
+    monkeypatch.setenv(flash_attn.FOLDER, str(tmp_path / "kernels"))
+    monkeypatch.setenv(flash_attn.ENABLED, "1")
+    monkeypatch.setattr(flash_attn, "version", {"flash-attn-4": "4.0.0b36"}.__getitem__)
 
 
 @pytest.fixture(params=[(9, 0), (10, 0)], ids=["9.0", "10.0"])
@@ -131,19 +141,78 @@ def test_no_requests_give_no_rows(vendor: Vendor, capability: tuple[int, int]) -
     assert vendor.calls == []
 
 
-def test_auto_is_told_of_kernels_that_are_not_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+HOPPER = Demand(dtype="float64", head_size=8, compute_capability=(9, 0))
+
+
+def demand(**values: Any) -> Demand:
+    return replace(HOPPER, **values)
+
+
+def test_a_run_leaves_a_mark_of_what_it_compiled_and_of_nothing_else(
+    vendor: Vendor, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(tmp_path))
-    assert f"(none is in {tmp_path})" in missing_kernels(Demand())
-    kernel = tmp_path / "fingerprint" / "fwd" / "hash.o"
-    kernel.parent.mkdir(parents=True)
-    kernel.touch()
-    assert missing_kernels(Demand()) == ""
+    here = demand(compute_capability=capability)
+    assert "ask for it by name once" in missing_kernels(here)
+    case = make_case(FlashAttention, DECODE)
+    assert missing_kernels(here), "nothing ran"
+    case.run()
+    case.run()
+    assert missing_kernels(here) == ""
+    for other in (
+        {"dtype": "bfloat16"},
+        {"head_size": 16},
+        {"head_size": 80},
+        {"features": frozenset({"sliding_window"})},
+        {"compute_capability": (10, 3)},
+    ):
+        assert missing_kernels(replace(here, **other))
+    monkeypatch.setattr(flash_attn, "version", lambda name: f"2 of {name}")
+    assert missing_kernels(here)
+
+
+def test_features_have_marks_of_their_own(vendor: Vendor, capability: tuple[int, int]) -> None:
+    make_case(FlashAttention, MIXED, params=WINDOW).run()
+    windowed = demand(features=frozenset({"sliding_window"}), compute_capability=capability)
+    assert missing_kernels(windowed) == ""
+    both = windowed.features | {"soft_cap"}
+    for features in (frozenset(), frozenset({"soft_cap"}), both):
+        assert missing_kernels(replace(windowed, features=features))
+
+
+def test_a_run_that_failed_leaves_no_mark(
+    vendor: Vendor, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = make_case(FlashAttention, DECODE)
+    monkeypatch.setattr(case.backend, "_attend", lambda *args, **kwargs: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        case.run()
+    assert missing_kernels(demand(compute_capability=capability))
+
+
+def test_kernels_that_are_not_kept_leave_no_mark(
+    vendor: Vendor, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(flash_attn.ENABLED, "0")
+    make_case(FlashAttention, DECODE).run()
+    here = demand(compute_capability=capability)
+    assert f"{flash_attn.ENABLED} is not 1" in missing_kernels(here)
+    monkeypatch.setenv(flash_attn.ENABLED, "1")
+    assert missing_kernels(here)
+
+
+def test_sources_without_a_release_have_marks_too(
+    vendor: Vendor, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(flash_attn, "version", unknown)
+    make_case(FlashAttention, DECODE).run()
+    assert missing_kernels(demand(compute_capability=capability)) == ""
 
 
 def test_the_usual_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", raising=False)
+    monkeypatch.delenv(flash_attn.FOLDER)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernel_folder() == tmp_path / ".cache" / "rackmount" / "flash-attn"
-    assert str(kernel_folder()) in missing_kernels(Demand())
+    assert str(kernel_folder()) in missing_kernels(HOPPER)

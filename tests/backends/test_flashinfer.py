@@ -5,7 +5,6 @@ import importlib
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,10 +13,8 @@ import torch
 from tests.helpers.attention import PARAMS, Case, Request, decoding, make_case
 from torch import Tensor
 
-from rackmount_backends.flashinfer import jit
 from rackmount_backends.flashinfer.pages import list_pages
 from rackmount_registry.attention import AttentionParams
-from rackmount_registry.capabilities import Demand
 from rackmount_registry.step import attend_causally
 
 WINDOW = AttentionParams(num_heads=4, num_kv_heads=4, head_size=8, scale=0.2, sliding_window=5)
@@ -305,78 +302,3 @@ def test_the_workspace_holds_what_flashinfer_takes_from_it(
     num_bytes = backend.workspace_bytes(layer, max_num_seqs, num_sms=132)
     assert num_bytes >= num_heads * tiles * tile * 129 * 4
     assert num_bytes <= num_heads * 2 * max(tiles * tile, 264 // num_kv_heads * 128) * 129 * 4
-
-
-HOPPER = Demand(
-    dtype="bfloat16", kv_dtype="bfloat16", head_size=128, compute_capability=(9, 0), phase="decode"
-)
-LIBRARY = (
-    "batch_prefill_with_kv_cache_dtype_q_bf16_dtype_kv_bf16_dtype_o_bf16_dtype_idx_i32_"
-    "head_dim_qk_128_head_dim_vo_128_posenc_0_use_swa_{}_use_logits_cap_{}_f16qk_False{}"
-)
-
-
-def demand(**values: Any) -> Demand:
-    return Demand(**(vars(HOPPER) | values))
-
-
-def test_libraries_are_named_as_flashinfer_names_them() -> None:
-    assert jit.library(demand()) == LIBRARY.format(False, False, "")
-    assert jit.library(demand(phase="prefill")) == LIBRARY.format(False, False, "_sm90")
-    assert jit.library(
-        demand(
-            phase="prefill",
-            compute_capability=(8, 0),
-            features=frozenset({"sliding_window", "soft_cap"}),
-        )
-    ) == LIBRARY.format(True, True, "")
-
-
-@pytest.mark.parametrize(
-    ("capability", "told", "folder"),
-    [
-        ((9, 0), None, "90a"),
-        ((9, 0), "9.0a", "90a"),
-        ((8, 9), None, "89"),
-        ((10, 3), None, "103a"),
-        ((12, 0), None, "120f"),
-        ((12, 1), None, "121a"),
-        ((9, 0), "10.0 8.0 9.0", "80_90a_100a"),
-    ],
-)
-def test_auto_is_told_of_a_library_that_is_not_on_the_disk(
-    capability: tuple[int, int],
-    told: str | None,
-    folder: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(jit, "version", {"flashinfer-python": "0.6.14"}.__getitem__)
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
-    monkeypatch.delenv("FLASHINFER_CUDA_ARCH_LIST", raising=False)
-    if told:
-        monkeypatch.setenv("FLASHINFER_CUDA_ARCH_LIST", told)
-    wanted = demand(compute_capability=capability)
-    name = LIBRARY.format(False, False, "")
-    file = tmp_path / ".cache/flashinfer/0.6.14" / folder / "cached_ops" / name / f"{name}.so"
-    reason = jit.missing_kernels(wanted)
-    assert reason == (f"its kernels have yet to be compiled: ask for it by name once (no {file})")
-    file.parent.mkdir(parents=True)
-    file.touch()
-    assert jit.missing_kernels(wanted) == ""
-    assert jit.missing_kernels(demand(head_size=64, compute_capability=capability)) != ""
-
-
-def test_flashinfers_package_of_compiled_libraries_counts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(jit, "version", {"flashinfer-python": "0.6.14"}.__getitem__)
-    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path / "none"))
-    monkeypatch.syspath_prepend(tmp_path)
-    name = LIBRARY.format(False, False, "")
-    folder = tmp_path / "flashinfer_jit_cache" / "jit_cache" / name
-    folder.mkdir(parents=True)
-    (tmp_path / "flashinfer_jit_cache" / "__init__.py").write_text("raise AssertionError\n")
-    assert jit.missing_kernels(HOPPER)
-    (folder / f"{name}.so").touch()
-    assert jit.missing_kernels(HOPPER) == ""

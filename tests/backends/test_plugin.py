@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from rackmount_registry.descriptors import AttentionBackend
+from rackmount_registry.offers import import_attribute
 from rackmount_registry.plugins import PluginManager
 
 PLUGINS = ("rackmount_backends", "rackmount_moe", "rackmount_quant")
@@ -33,3 +35,12 @@ def test_every_part_of_a_plugin_can_be_loaded(package: str) -> None:
             assert importlib.util.find_spec(offer.descriptor.factory.partition(":")[0])
         else:
             assert callable(offer.load()) or {*vars(offer.load())} == {*offer.descriptor.ops}
+
+
+def test_what_auto_never_takes_is_not_asked_for_compiled_kernels() -> None:
+    module = importlib.import_module("rackmount_backends.plugin")
+    for offer in PluginManager.from_modules({"rackmount_backends": module}).offers():
+        part = offer.descriptor
+        if isinstance(part, AttentionBackend) and part.jit:
+            assert (part.order, part.decode_order) != (None, None)
+            assert callable(import_attribute(part.jit, part.name))

@@ -1,13 +1,19 @@
 """The Triton linear kernel in the interpreter, against float64; what chooses its tiling."""
 
+import inspect
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.helpers.interpreter import last_program_first, mend_loops
 from torch import Tensor
 
-from rackmount_backends.triton_linear import linear, tuning
+from rackmount_backends.triton_linear import kernel, linear, tuning
+from rackmount_backends.triton_linear.ahead import AheadCompiler
 from rackmount_backends.triton_linear.linear import Prepared, TritonLinear
 from rackmount_backends.triton_linear.tuning import BUCKETS, MAX_PARTS, Tiling
 from rackmount_registry.formats import EPILOGUES, Weight
@@ -139,13 +145,69 @@ def test_a_table_says_which_tiling_or_that_cublas_is_faster() -> None:
     assert table == {"48x64 add": {1: WHOLE, 2: None}}
 
 
-def test_the_rule_gives_tilings_that_run_and_stops_where_cublas_is_good() -> None:
-    for n, k in ((28672, 4096), (4096, 14336), (151936, 1024), (1024, 2048), (16, 128)):
-        for bucket in BUCKETS:
-            tiling = tuning.rule(n, k, bucket, num_sms=132)
-            assert (tiling is None) == (bucket > tuning.RULED_ROWS)
-            assert tiling is None or tiling.parts(k) <= MAX_PARTS
+@settings(deadline=None)
+@given(
+    n=st.integers(1, 10_000).map(lambda units: 16 * units),
+    k=st.integers(1, 500).map(lambda units: 128 * units),
+    bucket=st.sampled_from(BUCKETS),
+    num_sms=st.sampled_from((1, 78, 132, 160)),
+)
+@example(n=256, k=12160, bucket=1, num_sms=132)
+@example(n=1024, k=8064, bucket=16, num_sms=132)
+@example(n=16, k=131072, bucket=1, num_sms=132)
+def test_the_rule_gives_tilings_that_run_and_stops_where_its_table_does(
+    n: int, k: int, bucket: int, num_sms: int
+) -> None:
+    tiling = tuning.rule(n, k, bucket, num_sms)
+    known = bucket <= tuning.RULED_ROWS and n * k >= tuning.LEAST_RULED_WEIGHT
+    assert (tiling is not None) == known
+    if tiling is not None:
+        assert tiling.share > 0 and 1 <= tiling.parts(k) <= MAX_PARTS
+
+
+def test_odd_shapes_are_cublas_s() -> None:
+    assert tuning.rule(4096, 4096, 1, num_sms=132) is not None
     assert tuning.rule(4096, 4097, 1, num_sms=132) is None
+    assert tuning.rule(4097, 4096, 1, num_sms=132) is None
+
+
+def test_the_rule_s_bounds_are_those_of_the_shipped_table() -> None:
+    table = tuning.table_of("NVIDIA H200")
+    sizes = [[*map(int, name.split()[0].split("x"))] for name in table]
+    assert min(n * k for n, k in sizes) == tuning.LEAST_RULED_WEIGHT
+
+    def lost(bucket: int) -> set[str]:
+        return {name for name, row in table.items() if row[bucket] is None}
+
+    ruled = [bucket for bucket in BUCKETS if bucket <= tuning.RULED_ROWS]
+    assert set().union(*map(lost, ruled)) == {"28672x4096 none"}
+    assert len(lost(2 * tuning.RULED_ROWS)) > 1
+
+
+@pytest.mark.parametrize(
+    ("gpu", "measured", "similar"),
+    [
+        ("NVIDIA H200", 32, tuning.RULED_ROWS),
+        ("NVIDIA H200 MIG 1g.18gb", 0, 0),
+        ("NVIDIA L4", 0, 0),
+    ],
+)
+def test_without_a_table_of_the_gpu_every_product_is_cublas_s(
+    gpu: str, measured: int, similar: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    properties = SimpleNamespace(name=gpu, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    for k, most in ((4096, measured), (2048, similar)):
+        weight = torch.zeros(1).expand(4096, k)
+        for bucket in BUCKETS:
+            assert (tuning.choose(weight, "none", bucket) is not None) == (bucket <= most)
+
+
+def test_a_product_waits_before_the_next_kernel_may_start() -> None:
+    """What attention relies on; see `triton_ops.launch`."""
+    source = inspect.getsource(kernel)
+    assert source.count("gdc_wait()") == source.count("gdc_launch_dependents()") == 1
+    assert source.index("gdc_wait()") < source.index("gdc_launch_dependents()")
 
 
 def test_shipped_tables_hold_legal_tilings() -> None:
@@ -155,3 +217,27 @@ def test_shipped_tables_hold_legal_tilings() -> None:
             assert epilogue in ("none", *EPILOGUES) and set(row) <= set(BUCKETS)
             parts = [tiling.parts(int(shape.split("x")[1])) for tiling in row.values() if tiling]
             assert max(parts, default=1) <= MAX_PARTS
+
+
+class Compiled:
+    """A kernel that remembers what it was compiled for."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+
+    def warmup(self, **arguments: Any) -> None:
+        self.asked.append(arguments)
+        if arguments["M"] == 13:
+            raise ValueError("no such tile")
+
+
+def test_each_kernel_is_compiled_ahead_once_and_failures_are_told() -> None:
+    ahead, kernel = AheadCompiler(), Compiled()
+    for key, rows in (("a", 1), ("b", 2), ("a", 3)):
+        ahead.start(kernel, key, {"M": rows})
+    ahead.wait()
+    assert sorted(each["M"] for each in kernel.asked) == [1, 2]
+    ahead.wait()
+    ahead.start(kernel, "c", {"M": 13})
+    with pytest.raises(ValueError, match="no such tile"):
+        ahead.wait()

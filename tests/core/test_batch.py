@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import numpy as np
 
-from rackmount.execution.batch import FlatBatch, PersistentBatch
+from rackmount.execution.batch import FlatBatch, PersistentBatch, padding_step
 from rackmount.scheduling.plan import Growth, RowAdmission, StepPlan
 
 
@@ -164,16 +164,35 @@ def test_tokens_for_a_request_that_has_left_its_row_are_dropped() -> None:
 
 def test_a_decode_step_is_filled_up_with_the_padding_row() -> None:
     batch = PersistentBatch(max_num_seqs=5, max_model_len=16, block_size=4)
-    admitted = [admission(3, 2, 1, [6]), admission(0, 3, 1, [2]), admission(1, 2, 1, [4])]
-    flat = step(batch, plan_of([3, 0, 1], [1, 1, 1], [True, False, True], admitted))
+    admitted = [admission(3, 2, 1, [6]), admission(0, 3, 2, [2]), admission(1, 2, 1, [4])]
+    flat = step(batch, plan_of([3, 0, 1], [1, 1, 1], [True, True, True], admitted))
     padded = flat.padded(5, batch.padding_row)
-    assert padded.is_decode
-    assert padded.token_ids.tolist() == [3001, 1, 1001, 0, 0]
-    assert padded.positions.tolist() == [1, 1, 1, 0, 0]
-    assert padded.slots.tolist() == [25, 9, 17, -1, -1]
-    assert padded.seq_lens.tolist() == [2, 2, 2, 1, 1]
-    assert padded.rows.tolist() == [3, 0, 1, 5, 5]
+    assert padded.is_decode and padded.all_sample
+    assert padded.token_ids.tolist() == [3001, 2, 1001, 0, 0]
+    assert padded.positions.tolist() == [1, 2, 1, 0, 0]
+    assert padded.slots.tolist() == [25, 10, 17, -1, -1]
+    assert padded.seq_lens.tolist() == [2, 3, 2, 1, 1]
+    assert padded.rows.tolist() == padded.sample_rows.tolist() == [3, 0, 1, 5, 5]
     assert padded.query_start_loc.tolist() == [0, 1, 2, 3, 4, 5]
-    assert padded.sample_rows.tolist() == [3, 5, 1, 5, 5]
-    assert padded.sample_positions.tolist() == [2, 2, 2, 0, 0]
-    assert flat.padded(3, 5).sample_rows.tolist() == [3, 5, 1]
+    assert padded.sample_positions.tolist() == [2, 3, 2, 0, 0]
+
+
+def test_padding_behind_the_tokens_leaves_the_requests_as_they_are() -> None:
+    batch = PersistentBatch(max_num_seqs=5, max_model_len=16, block_size=4)
+    admitted = [admission(3, 4, 1, [6]), admission(0, 3, 2, [2])]
+    flat = step(batch, plan_of([3, 0], [3, 1], [True, True], admitted))
+    padded = flat.with_tokens(6)
+    assert padded.token_ids.tolist() == [3001, 3002, 3003, 2, 0, 0]
+    assert padded.positions.tolist() == [1, 2, 3, 2, 0, 0]
+    assert padded.slots.tolist() == [25, 26, 27, 10, -1, -1]
+    for name in ("query_start_loc", "seq_lens", "rows", "logits_indices", "sample_rows"):
+        assert getattr(padded, name) is getattr(flat, name)
+
+
+def test_a_step_of_padding_has_the_tokens_that_were_asked_for() -> None:
+    flat = padding_step(np.array([1, 3, 2]), 7)
+    assert flat.positions.tolist() == [0, 0, 1, 2, 0, 1]
+    assert flat.query_start_loc.tolist() == [0, 1, 4, 6]
+    assert flat.seq_lens.tolist() == [1, 3, 2]
+    assert flat.logits_indices.tolist() == [0, 3, 5]
+    assert set(flat.slots) == {-1} and set(flat.rows) == set(flat.sample_rows) == {7}

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ from typer.testing import CliRunner
 
 import rackmount.plugin
 import rackmount_backends.plugin
+import rackmount_executors.plugin
 import rackmount_models.plugin
 from rackmount.cli.app import build_app
 from rackmount.cli.report import size
@@ -74,6 +76,7 @@ VENDOR = AttentionBackend(
 PLUGINS = {
     "rackmount-core": rackmount.plugin,
     "rackmount-plugins-backends": rackmount_backends.plugin,
+    "rackmount-plugins-executors": rackmount_executors.plugin,
     "rackmount-plugins-models": rackmount_models.plugin,
 }
 
@@ -130,7 +133,7 @@ def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
     assert sixteen == 14 * 1024  # 8 KV heads, each on two ranks
     text = explain(folder, "--tp", "4").stdout
     assert "refused   in-process (rackmount-core 0): max_ranks=1 is below 4" in text
-    assert "4 ranks" in text and "executor: multiprocess (rackmount-core" in text
+    assert "4 ranks" in text and "executor: multiprocess (rackmount-plugins-executors" in text
 
 
 def test_more_ranks_than_divide_the_model_are_refused_with_the_legal_numbers(folder):
@@ -161,6 +164,48 @@ def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(fold
     text = explain(folder, "--num-kv-blocks", "10", "--block-size", "16").stdout
     assert "KV cache: 160 tokens (10 blocks of 16)" in text
     assert "no request of the full 40960 tokens fits" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ([], "CUDA graphs: none, cpu has no CUDA graphs"),
+        (["--device", "cuda", "--enforce-eager"], "CUDA graphs: none, enforce_eager was asked for"),
+        (
+            ["--device", "cuda", "--attention-backend", "torch"],
+            "CUDA graphs: none, not graph-safe: torch",
+        ),
+        (
+            ["--device", "cuda", "--dtype", "bfloat16", "--max-num-seqs", "7"],
+            "CUDA graphs: decode steps of 1 to 7 requests (4 sizes), "
+            "mixed steps of up to 256 tokens",
+        ),
+    ],
+)
+def test_it_is_said_which_steps_are_captured_or_why_none_is(folder, args, line):
+    assert line in explain(folder, *args).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("args", "more"),
+    [
+        (["--memory-gib", "4"], "or more gpu_memory_utilization than 0.9"),
+        (["--memory-gib", "80", "--num-kv-blocks", "100"], "or more num_kv_blocks than 100"),
+        (
+            ["--memory-gib", "80", "--kv-cache-memory-bytes", "1000000000"],
+            "or more kv_cache_memory_bytes than 1000000000",
+        ),
+    ],
+)
+def test_a_gpu_must_hold_one_request_of_full_length(folder, args, more):
+    content = figures(folder, "--device", "cuda", "--block-size", "16", *args)
+    assert content["num_kv_blocks"] is None
+    fits = re.search(r"2560 blocks of KV, and (\d+) are there", content["problem"])
+    length = re.search(r"choose max_model_len of at most (\d+)", content["problem"])
+    assert fits and length and int(length[1]) == 16 * int(fits[1])
+    assert content["problem"].endswith(more)
+    enough = figures(folder, "--device", "cuda", *args, "--max-model-len", length[1])
+    assert enough["max_full_requests"] == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

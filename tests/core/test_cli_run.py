@@ -228,9 +228,10 @@ def test_the_startup_report_says_what_was_mounted_and_what_fits(model):
     assert "quantization_scheme: none, as config.json says" in lines
     assert f"linear_kernel for dense: {backends}" in lines
     assert f"attention_backend: {backends}" in lines
-    assert lines[-4:] == [
+    assert lines[-5:] == [
         f"weights: {weights / 1024:.1f} KiB ({weights / 1024:.1f} KiB read)",
         "KV memory: 100 KiB",  # 2 layers, keys and values, 2 heads of 16, 4 bytes: 512 a token
         "KV cache: 200 tokens (50 blocks of 4)",
         "at most 3 requests of 64 tokens",
+        "CUDA graphs: none, cpu has no CUDA graphs",
     ]

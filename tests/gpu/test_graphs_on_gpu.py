@@ -1,5 +1,6 @@
 """Captured decode steps give what eager ones give, with every attention backend that is here."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from tests.helpers.engines import (
 from tests.helpers.mounting import plugins
 
 from rackmount import Engine, SamplingParams
+from rackmount.execution.pending import PendingStep
+from rackmount.scheduling.plan import StepPlan
 
 pytestmark = pytest.mark.gpu
 
@@ -131,3 +134,32 @@ def test_memory_is_what_was_asked_for(folder: Path) -> None:
         left, _ = torch.cuda.mem_get_info()
         assert engine.core.kv_bytes > 2**28
     assert free - left < 4.2 * 2**30
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_no_step_waits_for_the_gpu(folder: Path, backend: str) -> None:
+    """Chunks, mixed steps small and large, decoding, and all that requests may ask for."""
+    with engine_of(folder, backend=backend, max_num_batched_tokens=320) as engine:
+        worker = engine.core.executor._program._worker
+        execute, steps = worker.execute, []
+
+        def strictly(plan: StepPlan) -> PendingStep:
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return execute(plan)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                steps.append(plan.total_num_tokens)
+
+        params = [
+            greedy(9),
+            greedy(12, logprobs=2, prompt_logprobs=1),
+            SamplingParams(temperature=0.8, seed=3, max_tokens=15, repetition_penalty=1.2),
+            greedy(7, logit_bias={7: 5.0}, min_tokens=2, allowed_token_ids=list(range(50))),
+        ]
+        engine.generate(rows(50, 60, 55, 40), params)  # what is taken once may take its time
+        worker.execute = strictly
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+            engine.generate(rows(50, 60, 55, 40, seed=1), params)
+        assert len(steps) > 10

@@ -99,7 +99,10 @@ def test_sizes_need_not_fill_tiles(epilogue: str, n: int, k: int) -> None:
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("n", "k"), [(28672, 4096), (4096, 14336), (6144, 4096), (1024, 3072)])
+@pytest.mark.parametrize(
+    ("n", "k"),
+    [(28672, 4096), (4096, 14336), (6144, 4096), (1024, 3072), (256, 12160), (14336, 4096)],
+)
 def test_the_chosen_tilings_give_the_product(
     dtype: torch.dtype, epilogue: str, n: int, k: int
 ) -> None:

@@ -17,8 +17,8 @@ from tests.helpers.mounting import plugins
 from tests.helpers.ranks import ThreadGroup
 from torch.distributed import TCPStore
 
-from rackmount.executors.multiprocess import MultiprocessExecutor
-from rackmount.executors.options import MultiprocessOptions
+from rackmount_executors.multiprocess import MultiprocessExecutor
+from rackmount_executors.options import MultiprocessOptions
 from rackmount_registry import hookimpl
 from rackmount_registry.descriptors import Executor
 from rackmount_registry.executor import Launch, Pending, Program, Seat

@@ -157,3 +157,9 @@ def test_an_op_set_that_lacks_what_it_offers_is_refused_by_name() -> None:
     manager = PluginManager.from_modules({"rackmount-plugins-backends": plugin})
     with pytest.raises(PluginError, match=r"op_set 'mine' .* offers rms_norm, and .* has none"):
         select_parts(manager, normed(), CPU).load()
+
+
+@pytest.mark.parametrize("kind", ["expert_kernel", "token_dispatcher"])
+def test_a_part_for_experts_is_refused_where_there_are_none(kind: str) -> None:
+    with pytest.raises(SelectionError, match=f"{kind}='torch' was asked for, and the model has no"):
+        select_parts(plugins(), dense(), CPU, requested={kind: "torch"})

@@ -10,6 +10,7 @@ from tests.helpers.mounting import plugins
 from typer.testing import CliRunner
 
 from rackmount.cli.app import build_app
+from rackmount_registry.plugins import PluginManager
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -42,15 +43,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def record_of(tmp_path: Path, tiny: Path) -> Callable[[str], dict[str, Any]]:
-    """Runs `rackmount bench ...` with the tiny model and gives what it wrote."""
+def record_of(tmp_path: Path, tiny: Path) -> Callable[..., dict[str, Any]]:
+    """Runs `rackmount bench ...` with the tiny model and gives what it wrote; `more` is mounted
+    beside what is installed."""
 
-    def run(arguments: str) -> dict[str, Any]:
+    def run(arguments: str, more: PluginManager | None = None) -> dict[str, Any]:
+        manager = plugins() + more if more else plugins()
         file = tmp_path / "record.json"
         name, *rest = arguments.split()
         asked = ["bench", name, str(tiny), *rest, "--json", str(file)]
         asked += ["--load-format", "dummy", "--device", "cpu", "--dtype", "float32"]
-        outcome = CliRunner().invoke(build_app(plugins()), asked, catch_exceptions=False)
+        outcome = CliRunner().invoke(build_app(manager), asked, catch_exceptions=False)
         assert outcome.exit_code == 0, outcome.output
         return json.loads(file.read_text())
 

@@ -1,15 +1,18 @@
 """The arithmetic of latencies, against engines and clocks whose times are known."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from rackmount import Completion, RequestOutput, TextChunk
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_tools.bench_interference import measure as measure_interference
+from rackmount_tools.bench_interference import warm_up
 from rackmount_tools.bench_latency import batch_sizes, measure, measure_steady, ramp_len
-from rackmount_tools.clocks import HostClock
+from rackmount_tools.clocks import DeviceClock, HostClock, clock_of_steps
 
 PREFILL_S, STEP_S = 2.0, 0.25
 PROMPTS = [[1, 2, 3]] * 4
@@ -33,6 +36,8 @@ class FakeEngine:
         self.timeline = timeline
         self.finish_reason = finish_reason
         self.asked: list[int] = []
+        self.loads: list[tuple[int, list[int]]] = []
+        """Prompts, and tokens of each answer."""
         self.total_computed_tokens = 0
 
     @property
@@ -40,6 +45,9 @@ class FakeEngine:
         return self
 
     def generate(self, prompts: Any, params: Any) -> list[RequestOutput]:
+        if isinstance(params, list):
+            self.loads.append((len(prompts), [one.max_tokens for one in params]))
+            params = params[0]
         self.asked.append(params.max_tokens)
         self.timeline.now += PREFILL_S + STEP_S * (params.max_tokens - 1)
         answer = Completion(
@@ -121,6 +129,23 @@ def test_the_ramp_is_bounded_by_what_decoding_leaves_of_the_budget(
     assert ramp_len(batch, 1024, budget) == steps + 2
 
 
+@pytest.mark.parametrize(
+    ("device", "executor", "clock"),
+    [
+        ("cuda", "in-process", DeviceClock),
+        ("cuda", "multiprocess", HostClock),
+        ("cpu", "in-process", HostClock),
+    ],
+)
+def test_steps_in_other_processes_are_timed_by_the_host(
+    device: str, executor: str, clock: type[HostClock] | type[DeviceClock]
+) -> None:
+    rack = SimpleNamespace(device=torch.device(device), executor=SimpleNamespace(name=executor))
+    engine: Any = SimpleNamespace(rack=rack)
+    assert type(clock_of_steps(engine)) is clock
+    assert clock.name == ("device" if clock is DeviceClock else "host")
+
+
 def test_batch_sizes_are_numbers() -> None:
     assert batch_sizes("1,16, 64") == [1, 16, 64]
     for wrong in ("", "1,,2", "0", "many"):
@@ -139,6 +164,14 @@ def test_gaps_are_of_those_who_decode_while_long_prompts_are_prefilled() -> None
     assert len(beside.gaps) == 2 * 5 - 1  # the step that ends the first is not taken in whole
     steps = beside.seconds / (PREFILL_S + 3 * STEP_S)
     assert beside.computed == steps * (50 + 3)
+    # Prompts of 3; at first 2 and 1 tokens of answers, at last 8 and 6.
+    assert (alone.context, beside.context) == (3 + 4, 3 + 4)
+
+
+def test_all_who_decode_and_long_prompts_have_run_before_they_are_measured() -> None:
+    engine: Any = FakeEngine(Timeline())
+    warm_up(engine, PROMPTS, 8, [[0] * 50] * 20)
+    assert engine.loads == [(4, [8] * 4), (6, [8] * 4 + [1] * 2)]
 
 
 def test_long_prompts_that_run_out_are_an_error() -> None:
@@ -153,13 +186,13 @@ def test_latencies_stand_beside_their_floors(record_of: Callable[[str], dict[str
     phases = [(row["batch"], row["phase"]) for row in record["phases"]]
     assert phases == [(n, phase) for n in (1, 3) for phase in ("prefill", "step", "steady")]
     for row in record["phases"]:
-        assert row["floor_ms"] > 0
+        assert row["floor_ms"] > 0 and row["clock"] == "host"
         assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
         num_tokens = row["batch"] * (12 if row["phase"] == "prefill" else 1)
         assert row["tokens_per_s"] == pytest.approx(num_tokens / row["ms"] * 1e3)
     assert record["engine"]["arguments"]["enable_prefix_caching"] is False
     assert {"read_T", "copy_T", "matmul_T"} == set(record["ceilings"])
-    assert {"torch", "rackmount-core", "processor"} <= set(record["machine"])
+    assert {"torch", "numpy", "rackmount-core", "processor"} <= set(record["machine"])
     assert "attention_backend: torch" in record["engine"]["parts"]
 
 

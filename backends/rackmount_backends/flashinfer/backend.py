@@ -16,7 +16,6 @@ from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper, fast_decode_pl
 from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
-from rackmount_backends.flashinfer.jit import generation
 from rackmount_backends.flashinfer.pages import Pages, host_tensor, list_pages
 from rackmount_registry.attention import AttentionBatch, AttentionContext, AttentionParams
 
@@ -41,10 +40,10 @@ class FlashInfer:
             workspace_bytes(layer, size, gpu.multi_processor_count) for layer in context.layers
         )
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        # "fa3" is of Hopper alone, and does not split the keys of a sequence, as decoding must.
+        prefill = "fa3" if (gpu.major, gpu.minor) == (9, 0) else "fa2"
         self._prefill = {
-            layer: BatchPrefillWithPagedKVCacheWrapper(
-                self._workspace, "NHD", backend=generation("prefill", (gpu.major, gpu.minor))
-            )
+            layer: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=prefill)
             for layer in context.layers
         }
         self._decode = {

@@ -37,10 +37,8 @@ class Plan:
     """A step's requests by the number of their query tokens."""
 
     tables: DeviceTables
-    num_decoding: int
-    """Requests of one query token."""
-    decoding: Tensor | None
-    """int32: which ones; None: all."""
+    decoding: Tensor
+    """int32: those of one query token."""
     prefills: dict[tuple[int, int], PrefillPlan]
     """Of the others, by group and head size; empty if there are none."""
 
@@ -53,6 +51,7 @@ class TritonAttention:
         on_gpu = context.device.type == "cuda"
         self._capability = torch.cuda.get_device_capability(context.device) if on_gpu else (0, 0)
         self._processors = num_processors(context.device)
+        self._all = torch.arange(context.max_num_seqs, dtype=torch.int32, device=context.device)
         self._workspace = Workspace(
             partials=max(self._rows(p) * p.num_heads * p.head_size for p in context.layers),
             levels=max(self._rows(p) * p.num_heads for p in context.layers),
@@ -66,12 +65,7 @@ class TritonAttention:
         query_lens = np.diff(batch.query_start_loc)
         several = np.flatnonzero(query_lens > 1)
         if not len(several):
-            return Plan(
-                tables=batch.on_device,
-                num_decoding=len(query_lens),
-                decoding=None,
-                prefills={},
-            )
+            return Plan(tables=batch.on_device, decoding=self._all[: len(query_lens)], prefills={})
         single = np.flatnonzero(query_lens == 1).astype(np.int32)
         prefills = {}
         for params in self._context.layers:
@@ -81,18 +75,12 @@ class TritonAttention:
                     params.head_size,
                     group,
                     int(query_lens.max()),
-                    self._context.block_size,
                     self._context.dtype.itemsize,
                     self._capability,
                 )
                 listed = list_tiles(several, query_lens, batch.seq_lens, tiles.block_m // group)
                 prefills[key] = PrefillPlan(tiles=tiles, listed=self._upload(listed))
-        return Plan(
-            tables=batch.on_device,
-            num_decoding=len(single),
-            decoding=self._upload(single),
-            prefills=prefills,
-        )
+        return Plan(tables=batch.on_device, decoding=self._upload(single), prefills=prefills)
 
     def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
@@ -109,7 +97,7 @@ class TritonAttention:
                 block_size=self._context.block_size,
                 tiles=prefilling.tiles,
             )
-        if plan.num_decoding:
+        if len(plan.decoding):
             decode(
                 out,
                 q,
@@ -117,22 +105,17 @@ class TritonAttention:
                 plan.tables,
                 plan.decoding,
                 params,
+                max_requests=self._context.max_num_seqs,
                 block_size=self._context.block_size,
                 workspace=self._workspace,
-                programs=self._programs(plan.num_decoding, params),
+                programs=self._programs(len(plan.decoding), params),
                 tiles=self._tiles(params),
                 pdl=self._capability >= (9, 0),
             )
         return out
 
     def _tiles(self, params: AttentionParams) -> DecodeTiles:
-        return decode_tiles(
-            params.head_size,
-            params.num_heads // params.num_kv_heads,
-            self._context.block_size,
-            self._context.kv_dtype.itemsize,
-            self._capability,
-        )
+        return decode_tiles(params.head_size, self._context.kv_dtype.itemsize)
 
     def _programs(self, num_requests: int, params: AttentionParams) -> int:
         """Programs per key head of a decode launch."""

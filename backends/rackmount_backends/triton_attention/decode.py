@@ -5,6 +5,9 @@ launch fits whatever lengths it is replayed with: tiles of keys are counted, and
 tiles gets about t / c shares, with c the least for which all shares find a program. A request of
 one share is written out at once. Otherwise the program that ends last merges the shares, in their
 order, so that results do not depend on which one that is.
+
+There is one compiled kernel for each kind of layer, whatever the number of requests: every program
+looks at as many lengths as the engine may have requests.
 """
 
 import torch
@@ -50,24 +53,24 @@ def _decode(
     partial_ptr,  # float32 [num_programs, H, D]: mean values of a share
     level_ptr,  # float32 [num_programs, H]: log2 of the sum of its weights
     ended_ptr,  # int32 [R, G]: shares that ended, 0 between launches
-    requests_ptr, query_start_ptr, seq_lens_ptr, table_ptr,
+    requests_ptr,  # int32 [num_requests]: indexes into the tables
+    query_start_ptr, seq_lens_ptr, table_ptr,
     num_requests, num_programs, q_token_stride, q_head_stride, slot_stride, table_stride,
     SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    SOME: tl.constexpr,  # of the requests, those at requests_ptr
     PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     program = tl.program_id(1)
 
-    # Lengths and tables were written two launches ago or earlier: no need to wait for the last one.
+    # Lengths and tables are older than the layer's product: what came before a product is complete
+    # when a kernel after it starts (see `triton_ops.launch`), and need not be waited for.
     members = tl.arange(0, BLOCK_R)
     is_member = members < num_requests
-    if SOME:
-        members = tl.load(requests_ptr + members, mask=is_member, other=0)
-    lengths = tl.load(seq_lens_ptr + members, mask=is_member, other=0)
+    requests = tl.load(requests_ptr + members, mask=is_member, other=0)
+    lengths = tl.load(seq_lens_ptr + requests, mask=is_member, other=0)
     if WINDOW is not None:
         lengths = tl.minimum(lengths, WINDOW)
     shares = _share_out((lengths + BLOCK_N - 1) // BLOCK_N, num_programs)
@@ -77,13 +80,10 @@ def _decode(
     before = ends <= program
     member = tl.sum(before.to(tl.int32), 0)
     first_program = tl.sum(tl.where(before, shares, 0), 0)
-    num_shares = tl.sum(tl.where(tl.arange(0, BLOCK_R) == member, shares, 0), 0)
+    num_shares = tl.sum(tl.where(members == member, shares, 0), 0)
 
-    request = member
-    token = member
-    if SOME:
-        request = tl.load(requests_ptr + member)
-        token = tl.load(query_start_ptr + request)
+    request = tl.load(requests_ptr + member)
+    token = tl.load(query_start_ptr + request)
     seq_len = tl.load(seq_lens_ptr + request)
     begin = 0
     if WINDOW is not None:
@@ -210,33 +210,37 @@ def decode(
     q: Tensor,
     cache: Tensor,
     tables: DeviceTables,
-    requests: Tensor | None,
+    requests: Tensor,
     params: AttentionParams,
     *,
+    max_requests: int,
     block_size: int,
     workspace: Workspace,
     programs: int,
     tiles: DecodeTiles,
     pdl: bool,
 ) -> None:
-    """Writes out [T, H, D] for the one token of each request: of all of them, or of `requests`
-    (int32 [R']) alone. q [T, H, D] has rows of D elements in a row."""
+    """Writes out [T, H, D] for the one token of each of the `requests` (int32 [R']), which were
+    on the device before the layer's product. q [T, H, D] has rows of D elements in a row.
+
+    A kernel is compiled for each `max_requests`, rounded up to a power of two.
+    """
+    assert len(requests) <= max_requests
     assert q.stride(2) == 1 and cache.stride(2) == params.head_size and cache.stride(3) == 1
     keys, values = cache.unbind()
-    num_requests = len(tables.seq_lens if requests is None else requests)
     group = params.num_heads // params.num_kv_heads
     block_d, block_g = padded(params.head_size), padded(group)
     _decode[(params.num_kv_heads, programs)](
         out, q, keys, values,
         workspace.partials, workspace.levels, workspace.ended,
         requests, tables.query_start_loc, tables.seq_lens, tables.block_table,
-        num_requests, programs,
+        len(requests), programs,
         q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
         SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
         GROUP=group, HEAD_SIZE=params.head_size, BLOCK_SIZE=block_size,
-        BLOCK_R=max(16, padded(num_requests)), BLOCK_H=max(16, block_g), BLOCK_G=block_g,
+        BLOCK_R=max(16, padded(max_requests)), BLOCK_H=max(16, block_g), BLOCK_G=block_g,
         BLOCK_N=tiles.block_n, BLOCK_D=block_d,
         BLOCK_S=max(1, MERGED_AT_ONCE // (block_g * block_d)),
-        SOME=requests is not None, PDL=pdl,
+        PDL=pdl,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """Dense weights, by the Triton kernel where few rows are multiplied, by cuBLAS elsewhere."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rackmount_backends.triton_linear import tuning
+from rackmount_backends.triton_linear.ahead import AheadCompiler
 from rackmount_backends.triton_linear.kernel import linear_kernel
 from rackmount_backends.triton_linear.tuning import Tiling
 from rackmount_backends.triton_ops.activation import silu_mul
 from rackmount_backends.triton_ops.launch import launch_options
 from rackmount_registry.formats import EPILOGUES, Weight
+
+SIZES = ("M", "N", "K", "share", "x_stride", "residual_stride")
+"""Arguments that a compiled kernel does not depend on, as long as they are multiples of 16."""
 
 Choose = Callable[[Tensor, str, int], Tiling | None]
 """`choose(weight, epilogue, bucket)`; see `tuning.choose`."""
@@ -43,9 +47,11 @@ class TritonLinear:
 
     def __init__(self, choose: Choose = tuning.choose) -> None:
         self.choose = choose
+        self._ahead = AheadCompiler()
 
-    def prepare(self, weight: Weight) -> Prepared:
-        """The weight itself, with a tiling for every number of rows."""
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Prepared:
+        """The weight itself, with a tiling for every number of rows; kernels for `uses` begin to be
+        compiled."""
         dense = weight.tensors["weight"]
         num_tiles = triton.cdiv(dense.shape[0], tuning.MIN_BLOCK_N)
         arrivals = torch.zeros(num_tiles, dtype=torch.int32, device=dense.device)
@@ -53,14 +59,34 @@ class TritonLinear:
             epilogue: tuple(self.choose(dense, epilogue, bucket) for bucket in tuning.BUCKETS)
             for epilogue in ("none", *EPILOGUES)
         }
-        return Prepared(dense, arrivals, tilings)
+        prepared = Prepared(dense, arrivals, tilings)
+        if dense.device.type == "cuda":
+            for use in uses:
+                self._compile(prepared, "none" if use == "run" else use)
+        return prepared
+
+    def _compile(self, prepared: Prepared, epilogue: str) -> None:
+        """Kernels for any number of rows."""
+        weight = prepared.weight
+        for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
+            if tiling is None:
+                continue
+            silu = epilogue == "silu_mul"
+            x = weight.new_empty(rows, weight.shape[1])
+            out = weight.new_empty(rows, len(weight) // 2 if silu else len(weight))
+            residual = out if epilogue == "add" else None
+            _, arguments = plan(tiling, x, prepared, None, residual, out, silu)
+            fixed = [value for name, value in arguments.items() if name not in SIZES]
+            numbers = tuple(each for each in fixed if isinstance(each, int))
+            absent = tuple(each is None for each in fixed)
+            self._ahead.start(linear_kernel, (numbers, absent, weight.dtype), arguments)
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""
         tiling = prepared.tiling("none", len(x))
         if tiling is None:
             return F.linear(x, prepared.weight, bias)
-        return launch(tiling, x, prepared, bias)
+        return self._launch(tiling, x, prepared, bias)
 
     def run_silu_mul(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """silu(gate) * up of the product's halves: x [T, in] -> [T, out / 2]."""
@@ -68,7 +94,7 @@ class TritonLinear:
         if tiling is None:
             gate, up = F.linear(x, prepared.weight, bias).chunk(2, -1)
             return silu_mul(gate, up)
-        return launch(tiling, x, prepared, bias, silu=True)
+        return self._launch(tiling, x, prepared, bias, silu=True)
 
     def adds(self, prepared: Prepared, num_rows: int) -> bool:
         """Where the kernel makes the product: cuBLAS would copy the residual first."""
@@ -80,27 +106,29 @@ class TritonLinear:
         """The product plus residual [T, out] -> [T, out]."""
         tiling = prepared.tiling("add", len(x))
         if tiling is not None:
-            return launch(tiling, x, prepared, bias, residual=residual)
+            return self._launch(tiling, x, prepared, bias, residual=residual)
         if bias is None:
             return torch.addmm(residual, x, prepared.weight.t())
         return F.linear(x, prepared.weight, bias) + residual
 
-
-def launch(
-    tiling: Tiling,
-    x: Tensor,
-    prepared: Prepared,
-    bias: Tensor | None,
-    *,
-    residual: Tensor | None = None,
-    silu: bool = False,
-) -> Tensor:
-    """The product of x [T, K], 0 < T <= MAX_ROWS; rows of x and of the residual may lie apart."""
-    n = len(prepared.weight)
-    out = torch.empty((len(x), n // 2 if silu else n), dtype=x.dtype, device=x.device)
-    grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
-    linear_kernel[grid](**arguments)
-    return out
+    def _launch(
+        self,
+        tiling: Tiling,
+        x: Tensor,
+        prepared: Prepared,
+        bias: Tensor | None,
+        *,
+        residual: Tensor | None = None,
+        silu: bool = False,
+    ) -> Tensor:
+        """The product of x [T, K], 0 < T <= MAX_ROWS; rows of x and of the residual may lie
+        apart."""
+        self._ahead.wait()
+        n = len(prepared.weight)
+        out = torch.empty((len(x), n // 2 if silu else n), dtype=x.dtype, device=x.device)
+        grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+        linear_kernel[grid](**arguments)
+        return out
 
 
 def plan(

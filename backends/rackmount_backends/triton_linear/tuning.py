@@ -1,11 +1,13 @@
-"""Which tiling a product gets: from the table measured on this GPU, else by rule.
+"""Which tiling a product gets: from the table measured on this GPU, or by a rule close to it.
 
 A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/decode_gemm.py`:
 `{"fields": names of Tiling's fields, "shapes": {"NxK epilogue": {bucket: values or null}}}`. A
 bucket is the least power of two that holds the rows; null says that cuBLAS was faster. Tables are
-measured in bfloat16; float16 has the same size and the same instructions, and shares them.
+measured in bfloat16; float16 has the same size and the same instructions, and shares them. On a
+GPU without a table every product is cuBLAS's.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,8 +20,11 @@ from torch import Tensor
 MAX_ROWS = 256
 """Above it products are cuBLAS's: they are bound by arithmetic."""
 BUCKETS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
-RULED_ROWS = 64
-"""Without a table the rule goes no further."""
+RULED_ROWS = 16
+"""The rule goes no further. Up to here the H200's table has the kernel, tuned, faster on every
+shape but one, the plain product of 28672 x 4096; at 64 rows cuBLAS wins shapes of each model."""
+LEAST_RULED_WEIGHT = 1024 * 2048
+"""Nor does it go below the smallest weight of that table."""
 MIN_BLOCK_N = 16
 MAX_PARTS = 32
 """Programs that may share a tile: the kernel is unrolled over them."""
@@ -71,14 +76,18 @@ def choose(weight: Tensor, epilogue: str, bucket: int) -> Tiling | None:
     known. `epilogue` is one of `formats.EPILOGUES`, or "none"."""
     n, k = weight.shape
     properties = torch.cuda.get_device_properties(weight.device)
-    row = _table(properties.name).get(f"{n}x{k} {epilogue}")
+    table = table_of(properties.name)
+    row = table.get(f"{n}x{k} {epilogue}")
     if row is not None:
         return row.get(bucket)
+    if not table:
+        return None
     return rule(n, k, bucket, properties.multi_processor_count)
 
 
 @cache
-def _table(gpu: str) -> Mapping[str, Mapping[int, Tiling | None]]:
+def table_of(gpu: str) -> Mapping[str, Mapping[int, Tiling | None]]:
+    """As `parse` gives it; empty where nothing was measured on GPUs of that name."""
     file = files(__package__) / "tuned" / f"{gpu.replace(' ', '_')}.json"
     return parse(json.loads(file.read_text())) if file.is_file() else {}
 
@@ -96,12 +105,18 @@ def parse(table: Mapping) -> Mapping[str, Mapping[int, Tiling | None]]:
 
 
 def rule(n: int, k: int, bucket: int, num_sms: int) -> Tiling | None:
-    """A guess for a shape that nobody measured: two programs an SM, equal work for each, and about
-    100 KB of loads under way in either."""
-    if bucket > RULED_ROWS or k % 128 or n % 16:
+    """A guess for a shape that was not measured, on a GPU where others were: two programs an SM,
+    equal work for each, and about 100 KB of loads under way in either.
+
+    None, so that cuBLAS makes the product, where the table gives no reason to expect better: above
+    `RULED_ROWS` rows, and for weights below `LEAST_RULED_WEIGHT`.
+    """
+    if bucket > RULED_ROWS or n * k < LEAST_RULED_WEIGHT or k % 128 or n % 16:
         return None
-    block_n, block_k, stages, warps = (64, 128, 5, 4) if bucket <= 16 else (128, 64, 4, 8)
-    blocks = k // block_k
-    units = -(-n // block_n) * blocks
-    share = max(-(-units // (2 * num_sms)), -(-blocks // MAX_PARTS))
-    return Tiling(block_n, block_k, share, stages, warps, prefetch=2, tma=False)
+    block_n, block_k = 64, 128
+    even = -(-(-(-n // block_n) * (k // block_k)) // (2 * num_sms))
+    tilings = (
+        Tiling(block_n, block_k, share, stages=5, warps=4, prefetch=2, tma=False)
+        for share in itertools.count(even)
+    )
+    return next(tiling for tiling in tilings if tiling.parts(k) <= MAX_PARTS)

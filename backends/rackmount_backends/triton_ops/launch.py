@@ -4,6 +4,10 @@ With programmatic dependent launch (compute capability 9.0 on) the next kernel o
 while this one still runs. So a kernel says early that the next may come (`gdc_launch_dependents`),
 which then loads what no kernel writes, its weights, and waits (`gdc_wait`) until all before it are
 complete before it reads or writes anything else. Kernels take the flag `PDL`.
+
+Products (`rackmount_registry.formats.LinearKernel`) wait before they say so, or say nothing. So
+whatever starts after a product finds complete what came before the product: decoding attention
+reads the step's lengths and tables, which are older than its layer's product, before it waits.
 """
 
 from functools import cache

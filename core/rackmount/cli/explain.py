@@ -10,7 +10,7 @@ import typer
 from rackmount.cli.decisions import Decision, decisions, finding
 from rackmount.cli.options import AsJson, EngineOptions, Model, unfold
 from rackmount.cli.progress import progress
-from rackmount.cli.report import capacity, dtype_name, full_requests, headline, size
+from rackmount.cli.report import capacity, dtype_name, full_requests, graphs, headline, size
 from rackmount.config import DTYPES, EngineConfig
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.loading.locate import locate, read_config
@@ -71,6 +71,7 @@ def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str
     yield f"KV per token: {size(by_dtype[own])} in {own} ({others})"
     num_blocks, problem = _fitting_blocks(rack, memory)
     yield from [f"KV cache: {problem}"] if num_blocks is None else capacity(rack, num_blocks)
+    yield graphs(rack)
 
 
 def _weighed(candidates: Iterable[Any]) -> list[str]:
@@ -102,6 +103,7 @@ def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
         "num_kv_tokens": None if num_blocks is None else num_blocks * rack.block_size,
         "max_full_requests": None if num_blocks is None else full_requests(rack, num_blocks),
         "problem": problem,
+        "eager_because": rack.eager_because,
     }
 
 

@@ -18,6 +18,7 @@ def startup_report(rack: Rack, core: EngineCore, manager: PluginManager) -> list
         *map(str, decisions(rack, manager)),
         f"weights: {size(rack.draft.weight_bytes)}{each} ({size(core.weight_bytes_read)} read)",
         *capacity(rack, core.num_kv_blocks),
+        graphs(rack),
     ]
 
 
@@ -40,6 +41,17 @@ def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:
         else f"no request of the full {length} tokens fits: raise kv_cache_memory_bytes, or lower "
         "max_model_len",
     ]
+
+
+def graphs(rack: Rack) -> str:
+    """Which steps are captured, or why none is."""
+    if rack.eager_because:
+        return f"CUDA graphs: none, {rack.eager_because}"
+    decode, mixed = rack.decode_sizes, rack.mixed_sizes
+    return (
+        f"CUDA graphs: decode steps of {decode[0]} to {decode[-1]} requests ({len(decode)} sizes), "
+        f"mixed steps of up to {max(mixed, default=0)} tokens"
+    )
 
 
 def full_requests(rack: Rack, num_kv_blocks: int) -> int:

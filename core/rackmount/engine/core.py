@@ -8,7 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from rackmount.execution.messages import Carve, Load, RankSetup, StepResult
+from rackmount.execution.messages import (
+    MAX_IN_FLIGHT,
+    Carve,
+    Load,
+    RankSetup,
+    StepResult,
+)
 from rackmount.execution.program import Live
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.config import SchedulerConfig
@@ -75,7 +81,8 @@ class EngineCore:
         )
         self.scheduler = Scheduler(self.limits)
         ahead = config.async_scheduling
-        self.depth = 2 if (rack.device.type == "cuda" if ahead is None else ahead) else 1
+        ahead = rack.device.type == "cuda" if ahead is None else ahead
+        self.depth = MAX_IN_FLIGHT if ahead else 1
         """Most steps in flight."""
         self._in_flight: deque[StepPlan] = deque()
         """Submitted and not collected, oldest first."""

@@ -15,7 +15,7 @@ class FlatBatch:
     sample. Arrays are int32.
 
     They may be views of ones that the batch keeps: read them before the next step, and write to
-    none.
+    none. Those by token come first: in the step's buffers their places then follow from T alone.
     """
 
     token_ids: np.ndarray
@@ -42,13 +42,15 @@ class FlatBatch:
         """Whether every request has one token."""
         return self.token_ids.size == self.rows.size
 
+    @property
+    def all_sample(self) -> bool:
+        return self.sample_rows.size == self.rows.size
+
     def padded(self, size: int, padding_row: int) -> "FlatBatch":
-        """A decode step as one of `size` requests that all sample. What is too many, and what does
-        not sample, stands in the padding row."""
-        num = self.rows.size
-        more = size - num
-        sample_rows = np.full(size, padding_row, np.int32)
-        sample_rows[self.logits_indices] = self.sample_rows
+        """A decode step in which all sample, with requests of the padding row behind them: `size`
+        requests in all."""
+        assert self.is_decode and self.all_sample
+        more = size - self.rows.size
         return FlatBatch(
             token_ids=_extended(self.token_ids, more, 0),
             positions=_extended(self.positions, more, 0),
@@ -57,8 +59,8 @@ class FlatBatch:
             seq_lens=_extended(self.seq_lens, more, 1),
             rows=_extended(self.rows, more, padding_row),
             logits_indices=np.arange(size, dtype=np.int32),
-            sample_rows=sample_rows,
-            sample_positions=_extended(self.seq_lens, more, 0),
+            sample_rows=_extended(self.sample_rows, more, padding_row),
+            sample_positions=_extended(self.sample_positions, more, 0),
         )
 
     def with_tokens(self, size: int) -> "FlatBatch":
@@ -72,22 +74,23 @@ class FlatBatch:
         )
 
 
-def padding_step(num_tokens: int, num_requests: int, row: int) -> FlatBatch:
-    """A step of nothing but padding, its tokens shared out evenly: requests of `row`, whose context
-    is these tokens alone."""
-    ends = np.arange(1, num_requests + 1) * num_tokens // num_requests
-    starts = np.concatenate(([0], ends[:-1]))
-    rows = np.full(num_requests, row, np.int32)
+def padding_step(query_lens: np.ndarray, row: int) -> FlatBatch:
+    """A step of nothing but padding: requests of `row` with so many tokens [R], which are all that
+    there is of them."""
+    ends = np.cumsum(query_lens)
+    starts = ends - query_lens
+    rows = np.full(query_lens.size, row, np.int32)
+    num_tokens = int(ends[-1])
     return FlatBatch(
         token_ids=np.zeros(num_tokens, np.int32),
-        positions=_int32(np.arange(num_tokens) - np.repeat(starts, ends - starts)),
+        positions=_int32(np.arange(num_tokens) - np.repeat(starts, query_lens)),
         slots=np.full(num_tokens, -1, np.int32),
         query_start_loc=_int32(np.concatenate(([0], ends))),
-        seq_lens=_int32(ends - starts),
+        seq_lens=_int32(query_lens),
         rows=rows,
         logits_indices=_int32(ends - 1),
         sample_rows=rows,
-        sample_positions=np.zeros(num_requests, np.int32),
+        sample_positions=np.zeros(query_lens.size, np.int32),
     )
 
 

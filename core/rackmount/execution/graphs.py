@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,7 +86,7 @@ class DecodeGraphs:
         self._sizes = sorted(self._graphs)
 
     def _capture_one(self, size: int) -> DecodeGraph:
-        flat = padding_step(size, size, self._padding_row)
+        flat = padding_step(np.ones(size, int), self._padding_row)
         runner, tensors = self._runner, self._runner.buffers.load(flat)
         runner.plan(flat, tensors, is_static=True)
 
@@ -135,6 +136,8 @@ class BrokenGraph:
     """A captured forward of one number of tokens, broken at the attention layers, whose work is
     another in every step."""
 
+    tensors: StepTensors
+    """What it was captured with."""
     pieces: list[Piece]
     last: torch.cuda.CUDAGraph
     hidden: Tensor
@@ -143,8 +146,8 @@ class BrokenGraph:
 class MixedGraphs:
     """Small mixed steps of a runner whose caches stay where they are."""
 
-    def __init__(self, runner: Runner) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, padding_row: int) -> None:
+        self._runner, self._padding_row = runner, padding_row
         self._graphs: dict[int, BrokenGraph] = {}
         self._sizes: list[int] = []
         self._recorder = Recorder()
@@ -160,7 +163,8 @@ class MixedGraphs:
 
     def _capture_one(self, size: int) -> BrokenGraph:
         runner = self._runner
-        tensors, _ = runner.hidden(padding_step(size, 1, 0))  # compiles before it is captured
+        flat = padding_step(np.array([size]), self._padding_row)
+        tensors, _ = runner.hidden(flat)  # compiles before it is captured
         pieces: list[Piece] = []
         graph = self._recorder.begin()
 
@@ -179,7 +183,7 @@ class MixedGraphs:
         finally:
             runner.step.interrupt = None
             graph.capture_end()
-        return BrokenGraph(pieces=pieces, last=graph, hidden=hidden)
+        return BrokenGraph(tensors=tensors, pieces=pieces, last=graph, hidden=hidden)
 
     def fits(self, flat: FlatBatch) -> bool:
         """Whether the step is no larger than what was captured."""
@@ -191,6 +195,7 @@ class MixedGraphs:
         size = self._sizes[bisect_left(self._sizes, num_tokens)]
         graph = self._graphs[size]
         tensors = runner.buffers.load(flat.with_tokens(size))
+        assert tensors.slots.data_ptr() == graph.tensors.slots.data_ptr()
         runner.plan(flat, tensors, is_static=False)
         runner.build(tensors)
         for piece in graph.pieces:

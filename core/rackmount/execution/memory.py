@@ -43,8 +43,8 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     fits and can be used.
 
     Raises:
-        ConfigError: not one block fits, or not as many as asked for; on a GPU, where nothing was
-            asked for, not one request of full length.
+        ConfigError: not one block fits, or not as many as asked for; on a GPU, not one request of
+            full length.
     """
     config = rack.config
     bytes_per_block = rack.kv_bytes_per_token * rack.block_size
@@ -54,10 +54,11 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
                 f"num_kv_blocks={config.num_kv_blocks} take {bytes_per_block} bytes each, and "
                 f"{free} are free; choose at most {max(free, 0) // bytes_per_block}"
             )
+        _require_length(rack, config.num_kv_blocks, "num_kv_blocks")
         return config.num_kv_blocks
-    budget = config.kv_cache_memory_bytes
+    budget, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     if budget is None:
-        budget = _unasked(rack, free)
+        budget, source = _unasked(rack, free), "gpu_memory_utilization"
     elif budget > free:
         raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
     fitting = max(budget, 0) // bytes_per_block
@@ -67,14 +68,19 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
             f"{rack.kv_bytes_per_token}), and {budget} are there for the pool; give "
             f"kv_cache_memory_bytes of at least {bytes_per_block}, or a smaller block_size"
         )
-    if rack.device.type == "cuda" and fitting < rack.blocks_per_sequence:
-        raise ConfigError(
-            f"one request of max_model_len={rack.max_model_len} takes "
-            f"{rack.blocks_per_sequence * bytes_per_block} bytes of KV, and {budget} are there; "
-            f"choose max_model_len of at most {fitting * rack.block_size}, or more "
-            f"gpu_memory_utilization than {config.gpu_memory_utilization}"
-        )
+    _require_length(rack, fitting, source)
     return min(fitting, config.max_num_seqs * rack.blocks_per_sequence)
+
+
+def _require_length(rack: Rack, num_blocks: int, source: str) -> None:
+    """On a GPU a request of full length must fit; on a CPU the pool is a part of what there is."""
+    if rack.device.type == "cuda" and num_blocks < rack.blocks_per_sequence:
+        raise ConfigError(
+            f"one request of max_model_len={rack.max_model_len} takes {rack.blocks_per_sequence} "
+            f"blocks of KV, and {num_blocks} are there; choose max_model_len of at most "
+            f"{num_blocks * rack.block_size}, or more {source} than "
+            f"{getattr(rack.config, source)}"
+        )
 
 
 def _unasked(rack: Rack, free: int) -> int:

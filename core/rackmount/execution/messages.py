@@ -8,6 +8,9 @@ from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.manifest import ManifestEntry
 
+MAX_IN_FLIGHT = 2
+"""Steps that the engine core has under way at most."""
+
 
 class RankSetup(msgspec.Struct, array_like=True, tag=True):
     """What a rank needs to draft the same rack."""

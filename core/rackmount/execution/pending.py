@@ -42,9 +42,7 @@ class Sampled:
     tenancy: np.ndarray
     """See `PersistentBatch.expect`."""
     token_ids: Tensor
-    """int32 [P], -1 where a request must fail."""
-    places: np.ndarray | slice
-    """Where in `token_ids` the tokens of the rows are."""
+    """int32 [S or more], -1 where a request must fail."""
     owners: list[Owner]
     """Of the rows."""
     logprobs: LogprobTensors | None
@@ -76,7 +74,7 @@ class PendingStep:
         self._is_settled = True
         if self._sampled is not None:
             it = self._sampled
-            self._token_ids = it.token_ids.numpy()[it.places]
+            self._token_ids = it.token_ids.numpy()[: it.rows.size]
             self._batch.fill(it.rows, it.positions, np.maximum(self._token_ids, 0), it.tenancy)
 
     def result(self) -> StepResult:

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from rackmount.execution.batch import padding_step
+from rackmount.execution.batch import FlatBatch, padding_step
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs, Sample
 from rackmount.execution.runner import Runner
+from rackmount.sampling.logprobs import gather_logprobs, log_softmax
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,31 +22,46 @@ class Profile:
 
 
 def profile(runner: Runner, sample: Sample, padding_row: int) -> Profile:
-    """Runs the largest step and captures some graphs, over a pool of one block that nothing is
+    """Runs the largest steps and captures some graphs, over a pool of one block that nothing is
     written to."""
     runner.carve(1)
     rack = runner.rack
     num_requests = min(rack.config.max_num_seqs, rack.config.max_num_batched_tokens)
     num_tokens = min(rack.config.max_num_batched_tokens, num_requests * rack.max_model_len)
-    flat = padding_step(num_tokens, num_requests, padding_row)
+    prompts = np.diff(np.arange(num_requests + 1) * num_tokens // num_requests)
+    mixed_lens = np.ones(num_requests, int)
+    mixed_lens[0] += min(num_tokens - num_requests, rack.max_model_len - 1)
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    for _ in range(2):  # the first one also compiles and takes workspaces
-        tensors, hidden = runner.hidden(flat)
-        sample(runner.logits(hidden.index_select(0, tensors.logits_indices)), tensors)
-        del tensors, hidden
+    for query_lens in (prompts, mixed_lens, prompts):  # the first time compiles
+        _run(runner, sample, padding_step(query_lens, padding_row))
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
     graphs = 0
     if rack.captures_graphs:
-        decode, mixed = DecodeGraphs(runner, sample, padding_row), MixedGraphs(runner)
+        decode = DecodeGraphs(runner, sample, padding_row)
+        mixed = MixedGraphs(runner, padding_row)
         sizes = rack.decode_sizes
         first, other = (_taken(decode.capture, [size]) for size in (sizes[-1], sizes[0]))
         graphs = first + other * (len(sizes) - 1) + _taken(mixed.capture, rack.mixed_sizes)
         del decode, mixed
     torch.cuda.empty_cache()
     return Profile(activations=activations, graphs=graphs)
+
+
+def _run(runner: Runner, sample: Sample, flat: FlatBatch) -> None:
+    """A step whose requests all ask for penalties and logprobs."""
+    tensors, hidden = runner.hidden(flat)
+    logits = runner.logits(hidden.index_select(0, tensors.logits_indices))
+    del hidden
+    sample(logits.clone(), tensors)  # as requests do that ask for nothing
+    wide = logits.float()
+    token_counts = wide.new_empty(wide.shape, dtype=torch.int32), wide > 0  # of the penalties
+    raw = log_softmax(logits)
+    token_ids = sample(wide, tensors)
+    gather_logprobs(np.arange(len(raw)), raw, token_ids.clamp(min=0).long(), 1)
+    del token_counts
 
 
 def _taken(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:

@@ -11,6 +11,7 @@ from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.buffers import StepTensors
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.messages import MAX_IN_FLIGHT
 from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
 from rackmount.execution.profile import Profile, profile
 from rackmount.execution.runner import Runner
@@ -25,8 +26,6 @@ from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.mount import assemble, fill, fill_randomly
 
-MAX_IN_FLIGHT = 2
-"""Steps that the engine core has under way at most."""
 MAX_PROMPT_LOGITS = 2**24
 """Logits of prompt tokens that are held at once."""
 
@@ -91,7 +90,7 @@ class Worker:
         if self.rack.captures_graphs:
             self._decode_graphs = DecodeGraphs(self._runner, self._draw, self.batch.padding_row)
             self._decode_graphs.capture(self.rack.decode_sizes)
-            self._mixed_graphs = MixedGraphs(self._runner)
+            self._mixed_graphs = MixedGraphs(self._runner, self.batch.padding_row)
             self._mixed_graphs.capture(self.rack.mixed_sizes)
         return num_bytes
 
@@ -100,7 +99,7 @@ class Worker:
         """Begins one step. Plans come in the order in which they were scheduled."""
         self._apply(plan)
         flat = self.batch.build(plan)
-        if self._decode_graphs is not None and flat.is_decode:
+        if self._decode_graphs is not None and flat.is_decode and flat.all_sample:
             pending = self._decode(flat, self._decode_graphs)
         else:
             pending = self._run(plan, flat)
@@ -112,9 +111,9 @@ class Worker:
         padded, tensors, graph = graphs.replay(flat)
         if self._sampler.is_plain(flat.sample_rows):
             graph.sampling.replay()
-            return self._pend(flat, graph.token_ids, flat.logits_indices, None, {})
+            return self._pend(flat, graph.token_ids, None, {})
         token_ids, logprobs = self._sample(padded, tensors, graph.hidden)
-        return self._pend(flat, token_ids, flat.logits_indices, logprobs, {})
+        return self._pend(flat, token_ids, logprobs, {})
 
     def _run(self, plan: StepPlan, flat: FlatBatch) -> PendingStep:
         """A step whose sampling is eager, and the model too where it was not captured."""
@@ -127,7 +126,7 @@ class Worker:
             return PendingStep(self.batch, None, prompts, self._mark())
         last = hidden.index_select(0, tensors.logits_indices)
         token_ids, logprobs = self._sample(flat, tensors, last)
-        return self._pend(flat, token_ids, slice(None), logprobs, prompts)
+        return self._pend(flat, token_ids, logprobs, prompts)
 
     def _draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
         return self._sampler.draw(logits, tensors.sample_rows, tensors.sample_positions)
@@ -154,7 +153,6 @@ class Worker:
         self,
         flat: FlatBatch,
         token_ids: Tensor,
-        places: np.ndarray | slice,
         logprobs: LogprobTensors | None,
         prompts: dict[str, tuple[int, int, list[LogprobTensors]]],
     ) -> PendingStep:
@@ -164,7 +162,6 @@ class Worker:
             positions=flat.sample_positions,
             tenancy=self.batch.expect(flat.sample_rows),
             token_ids=fetch(token_ids),
-            places=places,
             owners=[self._requests[row] for row in flat.sample_rows.tolist()],
             logprobs=fetch_logprobs(logprobs) if logprobs else None,
         )

@@ -1,1 +1,1 @@
-"""Executors: ranks in this process, in processes of this host, or under a launcher."""
+"""Which executor runs the ranks, and the one that needs no other process."""

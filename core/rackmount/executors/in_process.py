@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rackmount.executors.answers import Answers, attempt
+from rackmount_registry.answers import Answers, attempt
 from rackmount_registry.axes import Solo
 from rackmount_registry.executor import Launch, Program, Seat
 from rackmount_registry.offers import import_attribute

@@ -1,4 +1,5 @@
-"""From the logits of a batch to one token a row, in three parts that never wait for the device."""
+"""From the logits of a batch to one token a row, in three parts. None waits for the device, as long
+as the op `sample` does not."""
 
 import numpy as np
 import torch

@@ -3,8 +3,8 @@ decode.
 
 A number of requests decode; behind them long prompts wait, of which one or another is always being
 prefilled, each answered with one token. What counts is the time between two tokens of a decoding
-request, over all of them and all steps in which they all decode. The same is measured first without
-the long prompts.
+request, over all of them and all steps in which they all decode, beside the floor of a step that
+decodes them and does nothing else. The same is measured first without the long prompts.
 """
 
 import time
@@ -19,14 +19,25 @@ import typer
 from rackmount import Engine, EngineOptions, unfold
 from rackmount_registry.errors import RackmountError
 from rackmount_tools.bench_latency import ramp_len
+from rackmount_tools.ceilings import measure_ceilings
+from rackmount_tools.costs import costs_of
+from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts, random_prompts
-from rackmount_tools.record import JsonFile, describe_engine, print_table, write_record
+from rackmount_tools.record import (
+    JsonFile,
+    describe_ceilings,
+    describe_engine,
+    print_table,
+    write_record,
+)
 from rackmount_tools.runs import greedy, open_engine, require_room, timed
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
     "load": "load",
     "itl_p50_ms": "between tokens, p50 ms",
+    "floor_ms": "floor of decoding ms",
+    "share": "reached",
     "itl_p99_ms": "p99 ms",
     "itl_max_ms": "longest ms",
     "tokens_per_s": "in + out tok/s",
@@ -43,6 +54,8 @@ class Window:
     seconds: float
     computed: int
     """Tokens that the model computed, prompts included."""
+    context: int
+    """Mean tokens of a request, in the middle of them."""
 
 
 def measure(
@@ -60,15 +73,17 @@ def measure(
     params = [greedy(max_tokens)] * len(decoding) + [greedy(1)] * len(long)
     waiting, times = set(range(len(decoding))), [list[float]() for _ in decoding]
     num_done, computed, begin, end = 0, 0, 0.0, 0.0
+    received = first = sum(map(len, decoding))
     chunks = engine.stream([*decoding, *long], params)
     for chunk in chunks:
         index, at = chunk.prompt_index, now()
         if index >= len(decoding):
             num_done += 1
             continue
+        received += len(chunk.token_ids)
         if waiting:
             waiting.discard(index)
-            begin, computed = at, engine.stats.total_computed_tokens
+            begin, computed, first = at, engine.stats.total_computed_tokens, received
             continue
         times[index].append(at)
         end = at
@@ -79,14 +94,30 @@ def measure(
     if long and num_done == len(long):
         raise RackmountError(f"all {len(long)} long prompts were done before those who decode")
     gaps = [b - a for each in times for a, b in pairwise(each)]
-    return Window(gaps=np.array(gaps), seconds=end - begin, computed=computed)
+    return Window(
+        gaps=np.array(gaps),
+        seconds=end - begin,
+        computed=computed,
+        context=round((first + received) / 2 / len(decoding)),
+    )
 
 
-def figures_of(name: str, window: Window) -> dict[str, Any]:
+def warm_up(engine: Engine, decoding: Prompts, max_tokens: int, long: Prompts) -> None:
+    """Both loads once, though with two long prompts only: every kind of step has been then, that
+    with the end of one and the beginning of the next too, and nothing is left to be compiled."""
+    for behind in ([], long[:2]):
+        params = [greedy(max_tokens)] * len(decoding) + [greedy(1)] * len(behind)
+        timed(engine, [*decoding, *behind], params)
+
+
+def figures_of(name: str, window: Window, floors: Floors, num_requests: int) -> dict[str, Any]:
     p50, p99 = np.percentile(window.gaps, [50, 99]) * 1e3
+    floor = floors.decode([window.context] * num_requests) * 1e3
     return {
         "load": name,
         "itl_p50_ms": float(p50),
+        "floor_ms": floor,
+        "share": floor / float(p50),
         "itl_p99_ms": float(p99),
         "itl_max_ms": float(window.gaps.max() * 1e3),
         "tokens_per_s": window.computed / window.seconds,
@@ -121,13 +152,17 @@ def bench(
         decoding = random_prompts(num_requests, input_len, vocab_size)
         long = random_prompts(num_long, long_len, vocab_size, seed=1)
         require_room(mounted, [input_len + max_tokens] * num_requests + [long_len + 1] * 2)
-        timed(mounted, [*decoding[:2], long[0]], greedy(4))
-        rows = [
-            figures_of(name, measure(mounted, decoding, max_tokens, behind))
-            for name, behind in (("alone", []), ("with long prompts", long))
-        ]
+        ceilings = measure_ceilings(mounted.rack.device, mounted.rack.dtype)
+        floors = Floors(costs_of(mounted.rack.draft), ceilings)
+        warm_up(mounted, decoding, max_tokens, long)
+        windows = {
+            "alone": measure(mounted, decoding, max_tokens, []),
+            "with long prompts": measure(mounted, decoding, max_tokens, long),
+        }
+        rows = [figures_of(name, each, floors, num_requests) for name, each in windows.items()]
         record = {
             "engine": describe_engine(mounted),
+            "ceilings": describe_ceilings(ceilings),
             "num_requests": num_requests,
             "input_len": input_len,
             "long_len": long_len,
@@ -135,4 +170,5 @@ def bench(
             "loads": rows,
         }
     print_table(f"{model}: {num_requests} requests decode", COLUMNS, rows)
+    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
     write_record(json_file, record)

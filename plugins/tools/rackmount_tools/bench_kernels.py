@@ -1,8 +1,10 @@
 """`rackmount bench kernels`: the linear kernels at the shapes of a model.
 
-Each distinct matrix of the model, with each kernel that fits it, at several numbers of tokens. The
-weight is copied until the copies outgrow a GPU's L2 cache several times, and the copies take turns;
-on a GPU all of it is one CUDA graph, so that launches cost what they cost in the engine.
+Each distinct matrix of the model, with each kernel that fits it, at several numbers of tokens, as a
+mount with that kernel would ask for it: with the epilogue that is fused there, if the kernel has
+it. The weight is copied until the copies outgrow a GPU's L2 cache several times, and the copies
+take turns; on a GPU all of it is one CUDA graph, so that launches cost what they cost in the
+engine.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,8 +18,9 @@ import typer
 from rackmount import Engine, EngineOptions, unfold
 from rackmount_registry.descriptors import LinearKernel
 from rackmount_registry.errors import ConfigError
-from rackmount_registry.formats import Weight
+from rackmount_registry.formats import EPILOGUES, Weight
 from rackmount_registry.mount import Draft
+from rackmount_registry.mount.fuse import fuse
 from rackmount_registry.nn import Experts, Linear, MergedLinear, OutputHead
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.options import instantiate
@@ -40,6 +43,7 @@ COLUMNS = {
     "role": "role",
     "count": "in the model",
     "kernel": "kernel",
+    "epilogue": "epilogue",
     "tokens": "tokens",
     "us": "us",
     "tb_per_s": "TB/s",
@@ -61,11 +65,15 @@ def gemms(draft: Draft) -> Iterator[Gemm]:
 
 
 def distinct(draft: Draft) -> dict[tuple[object, ...], list[Gemm]]:
-    """The products by role, shape and format."""
+    """The products by role, shape, format, and what a kernel with every epilogue is asked for:
+    `uses` of the mount say so only as far as its own kernel goes."""
     found: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms(draft):
+        gemm.epilogues = EPILOGUES
+    fuse(draft.model)
+    for gemm in gemms(draft):
         weight = gemm.weight
-        key = weight.role, weight.parts, weight.in_features, weight.stored.yields
+        key = weight.role, weight.parts, weight.in_features, weight.stored.yields, gemm.uses
         found.setdefault(key, []).append(gemm)
     return found
 
@@ -80,11 +88,18 @@ def measure(
         choice = rack.parts.linear[weight.format]
         fitting = {each.name for each in choice.candidates if each.accepted}
         for name in sorted(fitting.intersection(kernels) if kernels else fitting):
-            kernel = instantiate(engine.manager.find(LinearKernel, name), rack.options)
-            copies = [kernel.prepare(each) for each in _copies(weight, rack.device)]
+            offer = engine.manager.find(LinearKernel, name)
+            kernel = instantiate(offer, rack.options)
+            uses, epilogues = alike[0].uses, offer.descriptor.epilogues
+            epilogue = next((each for each in epilogues if each in uses), None)
+            uses = uses if epilogue else ("run",)
+            copies = [kernel.prepare(each, uses) for each in _copies(weight, rack.device)]
             for num in tokens:
+                fused = epilogue if epilogue != "add" or kernel.adds(copies[0], num) else None
                 x = torch.randn(num, weight.in_features, device=rack.device).to(rack.dtype)
-                took = _seconds_each(partial(_run, kernel, copies, x), x.device)
+                residual = x.new_ones(num, weight.out_features) if fused == "add" else None
+                run = partial(_run, kernel, copies, x, fused, residual)
+                took = _seconds_each(run, x.device)
                 rows.append(
                     {
                         "shape": f"{weight.out_features} x {weight.in_features}",
@@ -92,8 +107,9 @@ def measure(
                         "format": weight.format,
                         "count": len(alike),
                         "kernel": name,
+                        "epilogue": fused,
                         "tokens": num,
-                        **_against(took / len(copies), weight, x, ceilings),
+                        **against(took / len(copies), weight, x, fused, ceilings),
                     }
                 )
     return rows
@@ -111,9 +127,21 @@ def _copies(weight: Weight, device: torch.device) -> list[Weight]:
     ]
 
 
-def _run(kernel: Any, prepared: list[Any], x: torch.Tensor) -> None:
+def _run(
+    kernel: Any,
+    prepared: list[Any],
+    x: torch.Tensor,
+    epilogue: str | None,
+    residual: torch.Tensor | None,
+) -> None:
     for each in prepared:
-        kernel.run(x, each, None)
+        match epilogue:
+            case "silu_mul":
+                kernel.run_silu_mul(x, each, None)
+            case "add":
+                kernel.run_add(x, each, None, residual)
+            case _:
+                kernel.run(x, each, None)
 
 
 def _seconds_each(run: Callable[[], None], device: torch.device) -> float:
@@ -130,9 +158,14 @@ def _seconds_each(run: Callable[[], None], device: torch.device) -> float:
     return seconds(graph.replay, device)
 
 
-def _against(took: float, weight: Weight, x: torch.Tensor, ceilings: Ceilings) -> dict[str, float]:
+def against(
+    took: float, weight: Weight, x: torch.Tensor, epilogue: str | None, ceilings: Ceilings
+) -> dict[str, float]:
+    """A time in seconds beside its floor."""
     num_bytes = sum(tensor.nbytes for tensor in weight.tensors.values()) + x.nbytes
-    num_bytes += x.shape[0] * weight.out_features * x.itemsize
+    # The output; half of it behind silu_mul, and a residual of its size before add.
+    sizes = {None: 1, "silu_mul": 0.5, "add": 2}
+    num_bytes += int(x.shape[0] * weight.out_features * x.itemsize * sizes[epilogue])
     flops = 2 * x.shape[0] * weight.out_features * weight.in_features
     floor = max(num_bytes / ceilings.bandwidth, flops / ceilings.matmul)
     return {

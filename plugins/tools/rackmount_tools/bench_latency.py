@@ -3,7 +3,7 @@
 Prompts of random ids, greedy, through any end of sequence, no prefix cache. Prefill is the time of
 a batch to its first tokens. A decode step is (time for 1 + output_len tokens - time for 1) /
 output_len. The steady step is the median of steps in which all requests decode, as the device's own
-clock sees them.
+clock sees them where they run in this process, else the host's.
 """
 
 import statistics
@@ -18,7 +18,7 @@ import typer
 from rackmount import Engine, EngineOptions, unfold
 from rackmount_registry.errors import ConfigError
 from rackmount_tools.ceilings import measure_ceilings
-from rackmount_tools.clocks import DeviceClock, HostClock, clock_of
+from rackmount_tools.clocks import DeviceClock, HostClock, clock_of_steps
 from rackmount_tools.costs import costs_of
 from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts, random_prompts
@@ -35,6 +35,7 @@ from rackmount_tools.shapes import ModelOrShape
 COLUMNS = {
     "batch": "batch",
     "phase": "phase",
+    "clock": "clock",
     "ms": "ms",
     "floor_ms": "floor ms",
     "share": "reached",
@@ -125,17 +126,19 @@ def rows_of(
     require_room(engine, [input_len + ramp + output_len] * batch)
     warm_up(engine, prompts)
     times = measure(engine, prompts, output_len, repeats)
-    steady = measure_steady(engine, prompts, ramp + output_len, clock_of(engine.rack.device))
+    clock = clock_of_steps(engine)
+    steady = measure_steady(engine, prompts, ramp + output_len, clock)
     prefill_floor = floors.prefill([input_len] * batch)
     step_floor = float(
         np.mean([floors.decode([input_len + i] * batch) for i in range(1, output_len + 1)])
     )
     phases = [
-        ("prefill", times.prefill, prefill_floor, batch * input_len),
-        ("step", times.step, step_floor, batch),
+        ("prefill", HostClock.name, times.prefill, prefill_floor, batch * input_len),
+        ("step", HostClock.name, times.step, step_floor, batch),
     ]
     if steady is not None:
-        phases.append(("steady", steady.step, floors.decode([steady.context] * batch), batch))
+        floor = floors.decode([steady.context] * batch)
+        phases.append(("steady", clock.name, steady.step, floor, batch))
     return [_against(batch, *phase) for phase in phases]
 
 
@@ -147,11 +150,12 @@ def ramp_len(batch: int, input_len: int, max_num_batched_tokens: int) -> int:
 
 
 def _against(
-    batch: int, phase: str, seconds: float, floor: float, num_tokens: int
+    batch: int, phase: str, clock: str, seconds: float, floor: float, num_tokens: int
 ) -> dict[str, Any]:
     return {
         "batch": batch,
         "phase": phase,
+        "clock": clock,
         "ms": seconds * 1e3,
         "floor_ms": floor * 1e3,
         "share": floor / seconds,

@@ -2,12 +2,17 @@
 
 import time
 from itertools import pairwise
+from typing import ClassVar
 
 import torch
+
+from rackmount import Engine
 
 
 class HostClock:
     """Marks on the processor's clock."""
+
+    name: ClassVar[str] = "host"
 
     def __init__(self) -> None:
         self._marks: list[float] = []
@@ -22,6 +27,8 @@ class HostClock:
 
 class DeviceClock:
     """Marks in the order of the current CUDA stream."""
+
+    name: ClassVar[str] = "device"
 
     def __init__(self) -> None:
         self._marks: list[torch.cuda.Event] = []
@@ -41,3 +48,10 @@ class DeviceClock:
 def clock_of(device: torch.device) -> HostClock | DeviceClock:
     """The clock of a device's own work."""
     return DeviceClock() if device.type == "cuda" else HostClock()
+
+
+def clock_of_steps(engine: Engine) -> HostClock | DeviceClock:
+    """The clock of an engine's steps: the device's own where they run on this process's stream.
+    Ranks in processes of their own leave that idle, and then the processor's has to do."""
+    rack = engine.rack
+    return clock_of(rack.device) if rack.executor.name == "in-process" else HostClock()

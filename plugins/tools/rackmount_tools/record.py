@@ -15,7 +15,7 @@ from rich.table import Table
 from rackmount import Engine
 from rackmount_registry.plain import as_plain
 from rackmount_tools.ceilings import Ceilings
-from rackmount_tools.machine import describe_machine
+from rackmount_tools.machine import describe_machine, driver_version
 
 JsonFile = Annotated[
     Path | None,
@@ -46,17 +46,21 @@ def write_record(file: Path | None, figures: dict[str, Any]) -> None:
     if file is not None:
         record = {
             "command": shlex.join(["rackmount", *sys.argv[1:]]),
-            "machine": describe_machine("torch", "rackmount-core") | describe_card(),
+            "machine": describe_machine("rackmount-core") | describe_card(),
             **figures,
         }
         file.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def describe_card() -> dict[str, object]:
-    """The GPU, where there is one."""
+    """The GPU with its CUDA and its driver, where there is one."""
     if not torch.cuda.is_available():
         return {}
-    return {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "cuda": torch.version.cuda,
+        "driver": driver_version(),
+    }
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class GemmAddNorm(nn.Module):
         super().__init__()
         self.gemm = gemm
         self.norm = norm
+        gemm.uses = ("run", "add")
 
     def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         norm = self.norm
@@ -61,6 +62,7 @@ class GemmSiluMul(nn.Module):
     def __init__(self, gemm: Gemm) -> None:
         super().__init__()
         self.gemm = gemm
+        gemm.uses = ("silu_mul",)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.gemm.silu_mul(x)

@@ -10,7 +10,7 @@ from rackmount_registry.capabilities import Demand
 from rackmount_registry.descriptors import ExpertKernel as ExpertKernelDescriptor
 from rackmount_registry.descriptors import LinearKernel as LinearKernelDescriptor
 from rackmount_registry.descriptors import OpSet, TokenDispatcher
-from rackmount_registry.errors import PluginError
+from rackmount_registry.errors import PluginError, SelectionError
 from rackmount_registry.experts import DispatchContext, ExpertKernel
 from rackmount_registry.experts import TokenDispatcher as TokenDispatcherPart
 from rackmount_registry.formats import LinearKernel
@@ -125,6 +125,8 @@ def select_parts(
     formats = draft.formats()
     used = frozenset(STEP_OPS).union(*(socket.uses for socket in draft.sockets))
     kernels = manager.offers(LinearKernelDescriptor.kind)
+    if not formats["expert"]:
+        _refuse_unused(asked)
     return PartsChoice(
         ops=choose_ops(
             manager.offers(OpSet.kind),
@@ -158,3 +160,10 @@ def select_parts(
             for form in sorted(formats["expert"])
         },
     )
+
+
+def _refuse_unused(asked: Mapping[str, str]) -> None:
+    """A part that was asked for and has nothing to do is no choice that was honoured."""
+    for kind in (ExpertKernelDescriptor.kind, TokenDispatcher.kind):
+        if (name := asked.get(kind, "auto")) != "auto":
+            raise SelectionError(f"{kind}={name!r} was asked for, and the model has no experts", ())

@@ -19,6 +19,8 @@ class Gemm:
     kernel: LinearKernel
     epilogues: tuple[str, ...]
     prepared: Any
+    uses: tuple[str, ...] = ("run",)
+    """What will be asked of the kernel; the mount sets it where it fuses."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Gemm:
         self.kernel, self.epilogues = binding.linear(form), binding.epilogues(form)
 
     def finish(self) -> None:
-        self.prepared = self.kernel.prepare(self.weight.finish())
+        self.prepared = self.kernel.prepare(self.weight.finish(), self.uses)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.kernel.run(x, self.prepared, self._bias())

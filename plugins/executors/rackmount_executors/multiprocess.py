@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import msgspec
 import torch
 
-from rackmount.executors.crew import Crew
-from rackmount.executors.frames import REQUEST, Frame, Kind, Orders, Trouble
-from rackmount.executors.options import MultiprocessOptions
-from rackmount.executors.ring import RingClosed
+from rackmount_executors.crew import Crew
+from rackmount_executors.frames import REQUEST, Frame, Kind, Orders, Trouble
+from rackmount_executors.options import MultiprocessOptions
+from rackmount_executors.ring import RingClosed
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.executor import Codec, Launch, RankError
 from rackmount_registry.offers import import_attribute

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from tests.helpers.executors import ask, await_end, belongings, pids, toys
 
-from rackmount.executors import crew
+from rackmount_executors import crew
 from rackmount_registry.executor import RankError
 
 ROOT = Path(__file__).parents[2]

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not listed
 
-from rackmount.executors.frames import Frame, Kind, Orders
-from rackmount.executors.ring import RING_BYTES, RingClosed, RingWriter
+from rackmount_executors.frames import Frame, Kind, Orders
+from rackmount_executors.ring import RING_BYTES, RingClosed, RingWriter
 
-CODE = "import sys; sys.path[:] = {path}; from rackmount.executors.child import main; main{fds}"
+CODE = "import sys; sys.path[:] = {path}; from rackmount_executors.child import main; main{fds}"
 """What a rank runs. No main module is imported again, so the driver's needs no guard."""
 
 END_PATIENCE_S = 5.0

@@ -12,9 +12,9 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from rackmount.executors.answers import Answers
-from rackmount.executors.frames import REQUEST, Frame, Kind, Orders, Trouble
-from rackmount.executors.ring import RingClosed, RingReader
+from rackmount_executors.frames import REQUEST, Frame, Kind, Orders, Trouble
+from rackmount_executors.ring import RingClosed, RingReader
+from rackmount_registry.answers import Answers
 from rackmount_registry.executor import Codec, Program
 from rackmount_registry.offers import import_attribute
 
@@ -46,7 +46,7 @@ def _serve(orders: Orders, line: Connection, ring: RingReader) -> None:
     # After the first sign of life: it takes seconds.
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not listed
 
-    from rackmount.executors.torch_group import leave, take_seat
+    from rackmount_executors.torch_group import leave, take_seat
 
     def tell(kind: Kind, number: int = 0, body: bytes = b"") -> None:
         line.send_bytes(Frame(orders.rank, kind, number, body).pack())

@@ -2,21 +2,16 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.executors import Later, Toy, ask, await_end, belongings, pids, toys
+from tests.helpers.executors import ask, await_end, belongings, pids, toys
 
-from rackmount.executors.answers import Answers, attempt
-from rackmount_registry.axes import Solo
-from rackmount_registry.executor import Pending, RankError, Seat
+from rackmount_registry.executor import RankError
 
-ROOT = Path(__file__).parents[2]
 LONG_S = 0.4
 NEVER_S = 3600.0
 
@@ -26,44 +21,6 @@ def two() -> Iterator[Any]:
     executor = toys(2)
     yield executor
     executor.close()
-
-
-def test_answers_come_in_the_order_of_their_requests_pending_or_not() -> None:
-    program = Toy(Seat(rank=0, num_ranks=1, device="cpu", group=Solo()), None, None)
-    answers = Answers()
-    for request in (
-        [0, "later", [0.05, "text", 1]],
-        [0, "text", 2],
-        [0, "fail", "now"],
-        [0, "later", [0.0, "fail", "later"]],
-        [0, "text", 3],
-    ):
-        answers.put(attempt(program, request))
-    assert not answers.ready()
-    assert answers.take() == "x"
-    assert answers.ready()
-    assert answers.take() == "xx"
-    for why in ("now", "later"):
-        with pytest.raises(ZeroDivisionError, match=why):
-            answers.take()
-    assert answers and answers.take() == "xxx" and not answers
-    answers.put(program.answer([0, "later", [NEVER_S, "text", 1]]))
-    answers.forget()
-    assert not answers
-
-
-def test_an_interrupt_is_no_answer() -> None:
-    class Interrupted(Toy):
-        def answer(self, request: Any) -> Any:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        attempt(Interrupted(Seat(rank=0, num_ranks=1, device="cpu", group=Solo()), 0, None), 1)
-
-
-def test_plain_answers_are_not_taken_for_pending_ones() -> None:
-    assert isinstance(Later(0.0, list), Pending)
-    assert not any(isinstance(each, Pending) for each in (None, [], {"result": 1}, "ready"))
 
 
 def test_the_next_request_begins_while_an_answer_is_pending(two: Any) -> None:
@@ -152,53 +109,3 @@ def test_closing_waits_for_no_answer(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["closed 0", "closed 1"]
     assert all(map(await_end, started))
     assert belongings() == before
-
-
-SCRIPT = """
-from tests.helpers.executors import ask
-from rackmount.executors.external import ExternalExecutor
-from rackmount_registry.executor import Launch
-executor = ExternalExecutor(Launch(
-    program="tests.helpers.executors:Toy", codec="tests.helpers.executors:JsonCodec",
-    payload=None, num_ranks=2, device="cpu",
-))
-{use}
-executor.close()
-print("closed")
-"""
-
-
-def launched(use: str) -> subprocess.CompletedProcess[str]:
-    """Two ranks under torchrun."""
-    return subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"),
-            *("--standalone", "--no-python", sys.executable, "-c", SCRIPT.format(use=use)),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-
-
-@pytest.mark.slow
-def test_ranks_of_a_launcher_begin_the_next_request_while_an_answer_is_pending() -> None:
-    done = launched(
-        "executor.submit([None, 'later', [0.5, 'sum', [1.0]]])\n"
-        "executor.submit([None, 'now', None])\n"
-        "assert executor.collect() == [2.0]\n"
-        "executor.collect()\n"
-        "assert executor.call([None, 'later', [0.1, 'sum', [3.0]]]) == [[6.0]] * 2\n"
-    )
-    assert (done.returncode, done.stdout) == (0, "closed\n"), done.stderr
-
-
-@pytest.mark.slow
-def test_a_rank_of_a_launcher_whose_pending_answer_fails_ends_all() -> None:
-    done = launched(
-        "executor.submit([1, 'later', [0.1, 'fail', 'the cause']])\nimport time; time.sleep(60)\n"
-    )
-    assert done.returncode == 1
-    assert "ZeroDivisionError: the cause" in done.stderr

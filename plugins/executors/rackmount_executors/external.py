@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rackmount.executors.answers import Answers, attempt
-from rackmount.executors.ring import NAP_S
-from rackmount.executors.torch_group import PATIENCE, leave, take_seat
+from rackmount_executors.ring import NAP_S
+from rackmount_executors.torch_group import PATIENCE, leave, take_seat
+from rackmount_registry.answers import Answers, attempt
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.executor import Codec, Launch, Program
 from rackmount_registry.offers import import_attribute

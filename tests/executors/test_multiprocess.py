@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tests.helpers.executors import ask, belongings, pids, toys
-from tests.helpers.mounting import plugins
 
-from rackmount.executors.choice import choose_executor
-from rackmount.executors.options import MultiprocessOptions
-from rackmount_registry.errors import ConfigError, SelectionError
-from rackmount_registry.executor import RankError
+from rackmount_executors.multiprocess import MultiprocessExecutor
+from rackmount_executors.options import MultiprocessOptions
+from rackmount_registry.errors import ConfigError
+from rackmount_registry.executor import Launch, RankError
 
 
 @pytest.fixture(scope="module")
@@ -84,20 +83,9 @@ def test_closing_ends_programs_in_order_and_leaves_nothing(tmp_path: Path) -> No
 
 
 def test_more_ranks_than_gpus_are_refused_with_both_numbers() -> None:
-    from rackmount.executors.multiprocess import MultiprocessExecutor
-    from rackmount_registry.executor import Launch
-
     launch = Launch(program="m:f", codec="m:f", payload=None, num_ranks=2, device="cuda")
     with pytest.raises(ConfigError, match="2 ranks need a GPU each, and 0 are here"):
         MultiprocessExecutor(launch, options=MultiprocessOptions())
-
-
-def test_auto_takes_the_process_itself_for_one_rank_and_a_process_each_for_more() -> None:
-    names = [choose_executor(plugins(), "auto", n, frozenset()).name for n in (1, 2, 8)]
-    assert names == ["in-process", "multiprocess", "multiprocess"]
-    assert choose_executor(plugins(), "external", 4, frozenset()).name == "external"
-    with pytest.raises(SelectionError, match="fewer than 4 ranks; choose external, multiprocess"):
-        choose_executor(plugins(), "in-process", 4, frozenset())
 
 
 @pytest.mark.parametrize("name", ["start_timeout_s", "silence_timeout_s"])

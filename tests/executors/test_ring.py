@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rackmount.executors.ring import (
+from rackmount_executors.ring import (
     NUM_SLOTS,
     RING_BYTES,
     SLOT_BYTES,

@@ -1,0 +1,1 @@
+"""Executors whose ranks are processes: of this host, or of a launcher."""
