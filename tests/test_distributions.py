@@ -9,7 +9,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from rackmount_registry import API_VERSION
-from rackmount_registry.offers import FIRST_PARTY
+from rackmount_registry.offers import BROUGHT_BY, FIRST_PARTY
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTIONS = sorted(
@@ -41,6 +41,17 @@ def test_every_distribution_but_the_contract_is_first_party() -> None:
 def test_the_core_brings_executors_of_several_ranks() -> None:
     needs = map(Requirement, project("core")["dependencies"])
     assert "rackmount-plugins-executors" in {need.name for need in needs}
+
+
+def test_all_that_is_said_to_bring_a_part_is_a_distribution_here() -> None:
+    assert set(BROUGHT_BY.values()) <= FIRST_PARTY
+
+
+def test_the_experts_and_the_extra_serve_of_the_core_bring_the_server() -> None:
+    needs = {need.name for need in map(Requirement, project("moe")["dependencies"])}
+    assert "rackmount-plugins-server" in needs
+    (extra,) = project("core")["optional-dependencies"]["serve"]
+    assert Requirement(extra).name == "rackmount-plugins-server"
 
 
 @pytest.mark.parametrize("folder", DISTRIBUTIONS)

@@ -3,17 +3,21 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rackmount.cli.options import EngineOptions, unfold
+    from rackmount.cli.options import EngineOptions, Model, unfold
+    from rackmount.cli.progress import progress
     from rackmount.engine.engine import Engine
     from rackmount.engine.outputs import Completion, RequestOutput, TextChunk
+    from rackmount.engine.sequence import Sequence
     from rackmount.execution.batch import PersistentBatch
     from rackmount.sampling.params import SamplingParams
+    from rackmount.sampling.request import TokenLogprobs
     from rackmount.scheduling.config import SchedulerConfig
     from rackmount.scheduling.request import Request
     from rackmount.scheduling.scheduler import Scheduler
     from rackmount.serving.answer import Answer
     from rackmount.serving.async_engine import AsyncEngine
     from rackmount.serving.errors import EngineDead
+    from rackmount.text.prompts import Prompt
     from rackmount_registry.grammar import GrammarSpec
 
 __all__ = [
@@ -24,13 +28,18 @@ __all__ = [
     "EngineDead",
     "EngineOptions",
     "GrammarSpec",
+    "Model",
     "PersistentBatch",
+    "Prompt",
     "Request",
     "RequestOutput",
     "SamplingParams",
     "Scheduler",
     "SchedulerConfig",
+    "Sequence",
     "TextChunk",
+    "TokenLogprobs",
+    "progress",
     "unfold",
 ]
 
@@ -42,13 +51,18 @@ _HOMES = {
     "EngineDead": "rackmount.serving.errors",
     "EngineOptions": "rackmount.cli.options",
     "GrammarSpec": "rackmount_registry.grammar",
+    "Model": "rackmount.cli.options",
     "PersistentBatch": "rackmount.execution.batch",
+    "Prompt": "rackmount.text.prompts",
     "Request": "rackmount.scheduling.request",
     "RequestOutput": "rackmount.engine.outputs",
     "SamplingParams": "rackmount.sampling.params",
     "Scheduler": "rackmount.scheduling.scheduler",
     "SchedulerConfig": "rackmount.scheduling.config",
+    "Sequence": "rackmount.engine.sequence",
     "TextChunk": "rackmount.engine.outputs",
+    "TokenLogprobs": "rackmount.sampling.request",
+    "progress": "rackmount.cli.progress",
     "unfold": "rackmount.cli.options",
 }
 

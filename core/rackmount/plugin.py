@@ -45,11 +45,6 @@ def cli_commands() -> list[CliCommand]:
     return [
         CliCommand(name="run", factory="rackmount.cli.run:run", summary="answer a prompt, or chat"),
         CliCommand(
-            name="serve",
-            factory="rackmount.cli.serve:serve",
-            summary="answer requests over HTTP, as OpenAI does",
-        ),
-        CliCommand(
             name="plugins", factory="rackmount.cli.plugins:plugins", summary="what is mounted"
         ),
         CliCommand(

@@ -40,6 +40,7 @@ FIRST_PARTY = frozenset(
         "rackmount-plugins-models",
         "rackmount-plugins-moe",
         "rackmount-plugins-quant",
+        "rackmount-plugins-server",
         "rackmount-plugins-tools",
         "rackmount-plugins-xgrammar",
     }
@@ -49,6 +50,8 @@ FIRST_PARTY = frozenset(
 BROUGHT_BY = {
     "architecture": "rackmount-plugins-models",
     "attention_backend": "rackmount-plugins-backends",
+    "cli_command bench": "rackmount-plugins-tools",
+    "cli_command serve": "rackmount-plugins-server",
     "executor": "rackmount-plugins-executors",
     "expert_kernel": "rackmount-plugins-moe",
     "grammar_backend": "rackmount-plugins-xgrammar",
@@ -57,7 +60,8 @@ BROUGHT_BY = {
     "quantization_scheme": "rackmount-plugins-quant",
     "token_dispatcher": "rackmount-plugins-moe",
 }
-"""Kind -> distribution that holds the usual parts of it: where to look for what is not mounted."""
+"""Kind -> distribution that holds the usual parts of it, or kind and name -> that holds this part:
+where to look for what is not mounted."""
 
 BANDS: tuple[Band, ...] = ("vendor", "portable", "reference")
 """In the order of `auto`."""
@@ -229,15 +233,16 @@ def find_offer(
     legal = legal_names(offers, keys)
     message = f"unknown {kind} {wanted!r}{did_you_mean(wanted, legal)}; "
     message += f"mounted: {', '.join(legal) or 'none'}"
-    raise error(message + _where_from(kind, [*offers, *broken]) + broken_note(broken))
+    raise error(message + _where_from(kind, wanted, [*offers, *broken]) + broken_note(broken))
 
 
-def _where_from(kind: str, present: Iterable[Offer[Descriptor] | BrokenPlugin]) -> str:
-    usual = BROUGHT_BY.get(kind)
+def _where_from(kind: str, wanted: str, present: Iterable[Offer[Descriptor] | BrokenPlugin]) -> str:
+    own = BROUGHT_BY.get(f"{kind} {wanted}")
+    usual = own or BROUGHT_BY.get(kind)
     if usual is None:
         return ". It may come with a plugin that is not installed"
     if all(plugin.distribution != usual for plugin in present):
-        return f". `pip install {usual}` brings the first-party ones"
+        return f". `pip install {usual}` brings {'it' if own else 'the first-party ones'}"
     return f". A newer {usual}, or a plugin of another distribution, may bring it"
 
 

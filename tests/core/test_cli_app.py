@@ -109,6 +109,21 @@ def test_an_unknown_command_is_answered_with_the_nearest(invoke):
     assert "'gret' (did you mean 'greet'?)" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "distribution"),
+    [(["serve", "m"], "rackmount-plugins-server"), (["bench", "x"], "rackmount-plugins-tools")],
+)
+def test_a_command_of_a_plugin_that_is_not_installed_says_what_brings_it(
+    invoke, args, distribution
+):
+    result = invoke({"one": [command("greet")]}, *args)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"unknown cli_command {args[0]!r}" in result.stderr
+    assert f"`pip install {distribution}` brings it" in result.stderr
+    broken = invoke({distribution: [None]}, *args).stderr
+    assert f"A newer {distribution}" in broken and f"Broken plugins: {distribution}" in broken
+
+
 def test_a_contested_command_is_refused_and_can_be_chosen_by_distribution(invoke):
     plugins = {"one": [command("greet")], "two": [command("greet", "refuse")]}
     result = invoke(plugins, "greet", "Ed")

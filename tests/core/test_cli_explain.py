@@ -13,7 +13,7 @@ import rackmount_backends.plugin
 import rackmount_executors.plugin
 import rackmount_models.plugin
 from rackmount.cli.app import build_app
-from rackmount.cli.report import size
+from rackmount.report import size
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.descriptors import AttentionBackend, CheckpointReader

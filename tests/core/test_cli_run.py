@@ -16,8 +16,8 @@ import rackmount_models.plugin
 from rackmount import Engine, SamplingParams
 from rackmount.cli.app import build_app
 from rackmount.cli.options import EngineOptions
-from rackmount.cli.report import startup_report
 from rackmount.config import EngineConfig
+from rackmount.report import startup_report
 from rackmount_registry.plugins import PluginManager
 
 Result = Any

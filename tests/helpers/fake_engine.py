@@ -17,10 +17,10 @@ from rackmount.engine.intake import Intake
 from rackmount.engine.sequence import Sequence as Answered
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.step_output import SchedulerStats
-from rackmount.server.app import build_app
-from rackmount.server.settings import ServerSettings
 from rackmount.serving.answer import Answer, Outlet
 from rackmount.serving.errors import EngineDead
+from rackmount_server.app import build_app
+from rackmount_server.settings import ServerSettings
 
 
 def successors(prompt: Sequence[int], index: int) -> list[int]:

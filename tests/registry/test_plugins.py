@@ -112,7 +112,7 @@ def test_an_unknown_architecture_lists_those_mounted_and_what_may_bring_it() -> 
     ):
         manager.claimed(Architecture, "GptForCausalLM")
     with pytest.raises(PluginError, match="come with a plugin that is not installed"):
-        manager.find(CliCommand, "serve")
+        manager.find(CliCommand, "paint")
 
 
 def test_commands_are_named_with_their_group() -> None:

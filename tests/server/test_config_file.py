@@ -8,10 +8,10 @@ from typer.testing import CliRunner
 
 from rackmount.cli.app import build_app
 from rackmount.config import EngineConfig
-from rackmount.server import process
-from rackmount.server.settings import ServerSettings
 from rackmount.serving.async_engine import AsyncEngine
 from rackmount_registry.plugins import PluginManager
+from rackmount_server import process
+from rackmount_server.settings import ServerSettings
 
 
 class Started(Exception):  # noqa: N818  # how these tests end

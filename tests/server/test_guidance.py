@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from tests.helpers.fake_engine import FakeEngine, ask, fake_app
 
-from rackmount.server.requests import CompletionRequest
 from rackmount_registry.grammar import GrammarSpec
+from rackmount_server.requests import CompletionRequest
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 

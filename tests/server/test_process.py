@@ -12,9 +12,9 @@ import httpx
 import pytest
 from tests.helpers.fake_engine import FakeEngine
 
-from rackmount.server import process
-from rackmount.server.settings import ServerSettings
 from rackmount_registry.errors import ConfigError
+from rackmount_server import process
+from rackmount_server.settings import ServerSettings
 
 SETTINGS = ServerSettings(model_names=("m",), port=0, drain_s=5)
 LONG = {"prompt": "A", "max_tokens": 200, "stream": True}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rackmount.server.tool_calls import ToolCallParser
+from rackmount_server.tool_calls import ToolCallParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "<tool"]}}</tool_call>'
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from rackmount import Engine
 from rackmount_backends.torch_linear import DenseLinear
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.descriptors import LinearKernel
-from rackmount_registry.errors import RackmountError
+from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.formats import Weight
 from rackmount_registry.plugins import PluginManager
 from rackmount_tools.bench_kernels import against
+from rackmount_tools.bench_kernels import measure as measure_kernels
 from rackmount_tools.bench_startup import PHASES, measure
 from rackmount_tools.ceilings import Ceilings
 from rackmount_tools.plugin import cli_commands
@@ -123,6 +125,15 @@ def test_an_epilogue_that_the_kernel_lacks_is_not_asked_for(record_of: RecordOf)
     record = record_of("kernels --tokens 1 --linear-kernel torch --kernel able", able("add"))
     found = {row["shape"]: row["epilogue"] for row in record["kernels"]}
     assert {shape for shape, epilogue in found.items() if epilogue} == {"16 x 16", "16 x 24"}
+
+
+def test_a_kernel_that_fits_nothing_is_refused_with_those_that_do(tiny: Path) -> None:
+    ceilings = Ceilings(read=1.0, copy=1.0, matmul=1.0)
+    with (
+        Engine(tiny, load_format="dummy", device="cpu", max_model_len=16) as engine,
+        pytest.raises(ConfigError, match=r"kernel='torch-int8' fits no product .* among torch$"),
+    ):
+        measure_kernels(engine, ceilings, [1], ["torch-int8"])
 
 
 def test_a_kernel_that_adds_reads_as_much_again_as_it_writes() -> None:

@@ -11,7 +11,7 @@ from rackmount import Completion, RequestOutput, TextChunk
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_tools.bench_interference import measure as measure_interference
 from rackmount_tools.bench_interference import warm_up
-from rackmount_tools.bench_latency import batch_sizes, measure, measure_steady, ramp_len
+from rackmount_tools.bench_latency import measure, measure_steady, numbers_of, ramp_len
 from rackmount_tools.clocks import DeviceClock, HostClock, clock_of_steps
 
 PREFILL_S, STEP_S = 2.0, 0.25
@@ -147,10 +147,10 @@ def test_steps_in_other_processes_are_timed_by_the_host(
 
 
 def test_batch_sizes_are_numbers() -> None:
-    assert batch_sizes("1,16, 64") == [1, 16, 64]
+    assert numbers_of("1,16, 64", "tokens") == [1, 16, 64]
     for wrong in ("", "1,,2", "0", "many"):
-        with pytest.raises(ConfigError, match="batch_sizes="):
-            batch_sizes(wrong)
+        with pytest.raises(ConfigError, match="tokens="):
+            numbers_of(wrong, "tokens")
 
 
 def test_gaps_are_of_those_who_decode_while_long_prompts_are_prefilled() -> None:

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from rackmount.cli.decisions import Decision, decisions, finding
 from rackmount.cli.options import AsJson, EngineOptions, Model, unfold
 from rackmount.cli.progress import progress
-from rackmount.cli.report import capacity, dtype_name, full_requests, graphs, headline, size
 from rackmount.config import DTYPES, EngineConfig
+from rackmount.decisions import Decision, decisions, finding
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.loading.locate import locate, read_config
 from rackmount.rack import Rack, draft_rack
+from rackmount.report import capacity, dtype_name, full_requests, graphs, headline, size
 from rackmount_registry.errors import ConfigError, SelectionError
 from rackmount_registry.plain import as_plain
 from rackmount_registry.plugins import PluginManager

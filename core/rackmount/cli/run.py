@@ -12,8 +12,8 @@ import typer
 from rackmount.cli.answer import Answer, answer
 from rackmount.cli.options import AsJson, EngineOptions, Model, SamplingOptions, unfold
 from rackmount.cli.progress import progress
-from rackmount.cli.report import startup_report
 from rackmount.engine.engine import Engine
+from rackmount.report import startup_report
 from rackmount.sampling.params import SamplingParams
 from rackmount.text.prompts import Prompt
 from rackmount_registry.errors import RequestError

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 import zmq
 
-from rackmount.cli.decisions import decisions
-from rackmount.cli.report import dtype_name, startup_report
+from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore, Event
 from rackmount.execution.codec import MessageCodec
 from rackmount.execution.messages import RankSetup
 from rackmount.execution.program import Live
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
+from rackmount.report import dtype_name, startup_report
 from rackmount.serving import messages
 from rackmount_registry.errors import RequestError
 from rackmount_registry.executor import RankError

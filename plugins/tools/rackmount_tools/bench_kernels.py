@@ -24,7 +24,7 @@ from rackmount_registry.mount.fuse import fuse
 from rackmount_registry.nn import Experts, Linear, MergedLinear, OutputHead
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.options import instantiate
-from rackmount_tools.bench_latency import batch_sizes
+from rackmount_tools.bench_latency import numbers_of
 from rackmount_tools.ceilings import Ceilings, measure_ceilings, seconds
 from rackmount_tools.record import (
     JsonFile,
@@ -81,8 +81,13 @@ def distinct(draft: Draft) -> dict[tuple[object, ...], list[Gemm]]:
 def measure(
     engine: Engine, ceilings: Ceilings, tokens: list[int], kernels: list[str]
 ) -> list[dict[str, Any]]:
-    """A row for each product, kernel and number of tokens."""
+    """A row for each product, kernel and number of tokens.
+
+    Raises:
+        ConfigError: a kernel that was asked for fits no product.
+    """
     rack, rows = engine.rack, []
+    _require_fitting(engine, kernels)
     for alike in distinct(rack.draft).values():
         weight = alike[0].weight.finish()
         choice = rack.parts.linear[weight.format]
@@ -176,6 +181,17 @@ def against(
     }
 
 
+def _require_fitting(engine: Engine, kernels: list[str]) -> None:
+    choices = engine.rack.parts.linear.values()
+    fitting = {each.name for choice in choices for each in choice.candidates if each.accepted}
+    for name in kernels:
+        if name not in fitting:
+            raise ConfigError(
+                f"kernel={name!r} fits no product of this model here; choose among "
+                f"{', '.join(sorted(fitting))}"
+            )
+
+
 @unfold
 def bench(
     ctx: typer.Context,
@@ -195,7 +211,7 @@ def bench(
     with open_engine(model, arguments, ctx.obj, max_model_len=16) as mounted:
         ceilings = measure_ceilings(mounted.rack.device, mounted.rack.dtype)
         with torch.inference_mode():
-            rows = measure(mounted, ceilings, batch_sizes(tokens), kernel or [])
+            rows = measure(mounted, ceilings, numbers_of(tokens, "tokens"), kernel or [])
         record = {
             "engine": describe_engine(mounted),
             "ceilings": describe_ceilings(ceilings),

@@ -163,23 +163,23 @@ def _against(
     }
 
 
-def batch_sizes(text: str) -> list[int]:
+def numbers_of(text: str, option: str) -> list[int]:
     """ "1,16" as numbers."""
     try:
-        sizes = [int(each) for each in text.split(",")]
+        numbers = [int(each) for each in text.split(",")]
     except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise ConfigError(f"batch_sizes={text!r} must be numbers from 1 on with commas between")
-    return sizes
+        numbers = []
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option}={text!r} must be numbers from 1 on with commas between")
+    return numbers
 
 
 @unfold
 def bench(
     ctx: typer.Context,
     model: ModelOrShape,
-    batch_sizes_: Annotated[
-        str, typer.Option("--batch-sizes", help="Requests at once, with commas between.")
+    batch_sizes: Annotated[
+        str, typer.Option(help="Requests at once, with commas between.")
     ] = "1,16,64,256",
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 1024,
     output_len: Annotated[int, typer.Option(min=1, help="Tokens after the first.")] = 128,
@@ -189,7 +189,7 @@ def bench(
     engine: EngineOptions,
 ) -> None:
     """Prefill and decode steps of MODEL, beside the least time that this device could take."""
-    sizes = batch_sizes(batch_sizes_)
+    sizes = numbers_of(batch_sizes, "batch_sizes")
     arguments = engine.arguments() | {
         "enable_prefix_caching": False,
         "max_num_seqs": max(engine.max_num_seqs, *sizes),

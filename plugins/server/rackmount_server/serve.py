@@ -1,22 +1,18 @@
 """`rackmount serve`: an OpenAI-compatible server."""
 
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rackmount.cli.config_file import read_options
-from rackmount.cli.options import EngineOptions, Model, unfold
-from rackmount.cli.progress import progress
+from rackmount import EngineOptions, Model, progress, unfold
 from rackmount_registry.errors import ConfigError
+from rackmount_server.config_file import read_options
 
 if TYPE_CHECKING:
-    from rackmount.server.settings import ServerSettings
-    from rackmount.serving.async_engine import AsyncEngine
-
-NEEDED = ("fastapi", "httptools", "prometheus_client", "uvicorn", "uvloop", "yaml", "zmq")
+    from rackmount import AsyncEngine
+    from rackmount_server.settings import ServerSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +68,8 @@ def serve(
     Prints the address on stdout once it answers. A first signal lets open answers end, a second
     does not.
     """
-    _require_extra()
-    from rackmount.server.process import serve as run
-    from rackmount.server.settings import ServerSettings
+    from rackmount_server.process import serve as run
+    from rackmount_server.settings import ServerSettings
 
     if kv_cache_dtype != "auto":
         raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not supported; choose 'auto'")
@@ -87,7 +82,7 @@ def serve(
     _warn(settings)
 
     async def start() -> "AsyncEngine":
-        from rackmount.serving.async_engine import AsyncEngine
+        from rackmount import AsyncEngine
 
         arguments: dict[str, Any] = engine.arguments() | {"seed": seed}
         with progress() as report:
@@ -107,13 +102,6 @@ def _warn(settings: "ServerSettings") -> None:
     reach = f"warning: host {settings.host} may be reached from other machines"
     open_to = "" if settings.api_keys else ", and without --api-key-file anyone there may use it"
     typer.echo(reach + open_to, err=True)
-
-
-def _require_extra() -> None:
-    if missing := [name for name in NEEDED if find_spec(name) is None]:
-        raise ConfigError(
-            f"serving needs {', '.join(missing)}; pip install 'rackmount-core[serve]'"
-        )
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

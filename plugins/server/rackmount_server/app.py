@@ -8,15 +8,15 @@ from fastapi import FastAPI
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import HTMLResponse, Response
 
-from rackmount.server.errors import ApiError, add_error_handlers
-from rackmount.server.gate import Gate
-from rackmount.server.generation import add_generation, encode_chat
-from rackmount.server.reply import Json
-from rackmount.server.requests import DetokenizeRequest, TokenizeChat, TokenizeRequest
-from rackmount.server.service import Service
-from rackmount.server.settings import ServerSettings
-from rackmount.serving.async_engine import AsyncEngine
+from rackmount import AsyncEngine
 from rackmount_registry.plain import as_plain
+from rackmount_server.errors import ApiError, add_error_handlers
+from rackmount_server.gate import Gate
+from rackmount_server.generation import add_generation, encode_chat
+from rackmount_server.reply import Json
+from rackmount_server.requests import DetokenizeRequest, TokenizeChat, TokenizeRequest
+from rackmount_server.service import Service
+from rackmount_server.settings import ServerSettings
 
 PAGE_POLICY = {
     "Content-Security-Policy": "default-src 'self'; img-src data:; script-src 'unsafe-inline'; "
@@ -128,5 +128,5 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        text = files("rackmount.server").joinpath("page.html").read_text(encoding="utf-8")
+        text = files("rackmount_server").joinpath("page.html").read_text(encoding="utf-8")
         return HTMLResponse(text, headers=PAGE_POLICY)

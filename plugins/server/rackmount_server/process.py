@@ -10,10 +10,10 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from rackmount.server.app import build_app
-from rackmount.server.settings import ServerSettings
-from rackmount.serving.async_engine import AsyncEngine
+from rackmount import AsyncEngine
 from rackmount_registry.errors import ConfigError
+from rackmount_server.app import build_app
+from rackmount_server.settings import ServerSettings
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 5.0

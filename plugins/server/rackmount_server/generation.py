@@ -10,14 +10,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from rackmount.server.choices import ChatChoice, CompletionChoice
-from rackmount.server.conversation import Conversation
-from rackmount.server.errors import ApiError
-from rackmount.server.gate import arrival
-from rackmount.server.reply import EventStream, event, whole
-from rackmount.server.requests import ChatRequest, CompletionRequest, StreamOptions
-from rackmount.server.service import Service, Task
-from rackmount.server.usage import Usage
+from rackmount_server.choices import ChatChoice, CompletionChoice
+from rackmount_server.conversation import Conversation
+from rackmount_server.errors import ApiError
+from rackmount_server.gate import arrival
+from rackmount_server.reply import EventStream, event, whole
+from rackmount_server.requests import ChatRequest, CompletionRequest, StreamOptions
+from rackmount_server.service import Service, Task
+from rackmount_server.usage import Usage
 
 
 @dataclass(frozen=True, kw_only=True)

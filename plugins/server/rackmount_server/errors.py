@@ -11,8 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from rackmount.sampling.params import SamplingParams
-from rackmount.serving.errors import EngineDead
+from rackmount import EngineDead, SamplingParams
 from rackmount_registry.errors import RackmountError
 
 TYPES = {

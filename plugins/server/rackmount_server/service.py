@@ -8,17 +8,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rackmount.engine.outputs import TextChunk
-from rackmount.engine.sequence import Sequence
-from rackmount.sampling.params import SamplingParams
-from rackmount.server.errors import ApiError, bad_request
-from rackmount.server.metrics import Metrics, Watch
-from rackmount.server.requests import Generation
-from rackmount.server.settings import ServerSettings
-from rackmount.server.tokens import TokenTexts
-from rackmount.serving.answer import Answer
-from rackmount.serving.async_engine import AsyncEngine
-from rackmount.text.prompts import Prompt
+from rackmount import Answer, AsyncEngine, Prompt, SamplingParams, Sequence, TextChunk
+from rackmount_server.errors import ApiError, bad_request
+from rackmount_server.metrics import Metrics, Watch
+from rackmount_server.requests import Generation
+from rackmount_server.settings import ServerSettings
+from rackmount_server.tokens import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

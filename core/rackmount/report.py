@@ -2,7 +2,7 @@
 
 import torch
 
-from rackmount.cli.decisions import decisions
+from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore
 from rackmount.rack import Rack
 from rackmount_registry.plugins import PluginManager

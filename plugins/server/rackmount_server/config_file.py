@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+import yaml
 
 from rackmount_registry.errors import ConfigError, did_you_mean
 
@@ -16,8 +17,6 @@ def read_options(ctx: typer.Context, path: Path | None) -> Path | None:
     """
     if path is None:
         return None
-    import yaml  # of the extra `serve`
-
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:

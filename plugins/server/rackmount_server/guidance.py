@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue
 
-from rackmount.server.body import Fields
-from rackmount.server.errors import ApiError
 from rackmount_registry.grammar import GrammarSpec
+from rackmount_server.body import Fields
+from rackmount_server.errors import ApiError
 
 
 class JsonSchema(Fields):

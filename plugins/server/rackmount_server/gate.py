@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rackmount.server.errors import ApiError
+from rackmount_server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health"})
 """What answers without a key."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rackmount.server.service import Piece
+from rackmount_server.service import Piece
 
 
 class Usage:

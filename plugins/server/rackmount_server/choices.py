@@ -2,11 +2,11 @@
 
 from typing import Any
 
-from rackmount.server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from rackmount.server.requests import ChatRequest, CompletionRequest
-from rackmount.server.service import Piece
-from rackmount.server.tokens import TokenTexts
-from rackmount.server.tool_calls import ToolCallParser
+from rackmount_server.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
+from rackmount_server.requests import ChatRequest, CompletionRequest
+from rackmount_server.service import Piece
+from rackmount_server.tokens import TokenTexts
+from rackmount_server.tool_calls import ToolCallParser
 
 
 class CompletionChoice:

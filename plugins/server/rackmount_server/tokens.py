@@ -1,12 +1,17 @@
 """Single tokens as text and as bytes."""
 
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from rackmount.text.detokenizer import BROKEN, FALLBACK_BYTE
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+BROKEN = "\ufffd"
+"""What decoders give for bytes that are no UTF-8."""
+
+FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
+"""A byte token of a byte-fallback vocabulary."""
 
 
 class TokenTexts:

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from rackmount.server.errors import as_api_error
+from rackmount_server.errors import as_api_error
 
 _log = logging.getLogger(__name__)
 

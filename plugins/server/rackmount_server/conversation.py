@@ -5,8 +5,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
 
-from rackmount.server.body import Fields
-from rackmount.server.errors import ApiError
+from rackmount_server.body import Fields
+from rackmount_server.errors import ApiError
 
 
 class TextPart(Fields):

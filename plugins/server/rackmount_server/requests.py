@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Tag, model_validator
 
-from rackmount.sampling.params import SamplingParams
-from rackmount.server.body import Fields, Ids, Rows, Texts, Unsupported
-from rackmount.server.conversation import Conversation
-from rackmount.server.errors import SAMPLING_NAMES, ApiError, bad_request
-from rackmount.server.guidance import Guided
+from rackmount import SamplingParams
+from rackmount_server.body import Fields, Ids, Rows, Texts, Unsupported
+from rackmount_server.conversation import Conversation
+from rackmount_server.errors import SAMPLING_NAMES, ApiError, bad_request
+from rackmount_server.guidance import Guided
 
 
 class StreamOptions(Fields):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rackmount.sampling.request import TokenLogprobs
-from rackmount.server.tokens import TokenTexts
+from rackmount import TokenLogprobs
+from rackmount_server.tokens import TokenTexts
 
 LEAST = -9999.0
 """What stands for -inf, which JSON cannot say."""

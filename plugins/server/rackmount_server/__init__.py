@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server for rackmount: routes over an `AsyncEngine`."""
