@@ -7,6 +7,7 @@ import signal
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -221,8 +222,11 @@ def await_end(pid: int, seconds: float = 5) -> bool:
 
 def children() -> set[int]:
     """Processes that this one has started, whatever their state."""
-    tasks = Path("/proc/self/task").iterdir()
-    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+    found: set[int] = set()
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(FileNotFoundError):  # a thread that has ended meanwhile
+            found.update(map(int, (task / "children").read_text().split()))
+    return found
 
 
 def open_files() -> list[str]:
