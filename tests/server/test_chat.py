@@ -79,6 +79,12 @@ def test_messages_go_through_the_template() -> None:
     assert prompt_of(messages) == "system:be;user:a\nb;assistant:[f 5];tool:6;A"
 
 
+def test_a_reply_that_is_handed_back_goes_through_the_template() -> None:
+    nulls = dict.fromkeys(("refusal", "annotations", "audio", "function_call", "tool_calls"))
+    reply = {"role": "assistant", "content": "a", "reasoning_content": "b", "name": "c"}
+    assert prompt_of([reply | nulls]) == "assistant:a;A"
+
+
 def test_a_template_reads_options_and_tools() -> None:
     hello = [{"role": "user", "content": "x"}]
     assert prompt_of(hello, chat_template_kwargs={"mood": "!"}) == "user:x;A!"
@@ -125,8 +131,9 @@ def test_without_tools_a_call_is_text() -> None:
         assert (choice["message"]["content"], choice["finish_reason"]) == (CALL, "stop")
 
 
-def test_arguments_that_are_no_json_are_refused() -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": "{"}}
+@pytest.mark.parametrize("arguments", ["{", "[" * 100_000, '{"a": NaN}'])
+def test_arguments_that_are_no_json_are_refused(arguments: str) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
     body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
     reply = ask(fake_app(FakeEngine()), PATH, body)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
@@ -149,8 +156,10 @@ def test_text_becomes_ids_and_back() -> None:
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
         ("/tokenize", chat | {"foo": 1}, "foo"),
         ("/tokenize", {}, "prompt"),
+        ("/tokenize", b'{"prompt": "\\ud800"}', "prompt"),
+        ("/detokenize", {"tokens": [65] * 257}, "tokens"),
     ):
-        reply = ask(app, path, body)
+        reply = ask(app, path, body, headers={"content-type": "application/json"})
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 

@@ -31,7 +31,8 @@ def server(tmp_path: Path) -> Iterator[Served]:
 
 @pytest.fixture
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver")
+    from selenium import webdriver
+
     program, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if program is None or driver is None:
         pytest.skip("needs chromium and chromedriver")

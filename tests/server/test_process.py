@@ -4,6 +4,8 @@ import asyncio
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from typing import Any
@@ -150,6 +152,41 @@ def test_a_signal_while_the_model_loads_ends_it() -> None:
 
     assert asyncio.run(serve()) == 130
     assert cancelled
+
+
+LOADING = """
+import asyncio, time
+from rackmount_server.process import serve
+from rackmount_server.settings import ServerSettings
+
+async def start():
+    print("loading", flush=True)
+    await asyncio.to_thread(time.sleep, 20)
+
+serve(ServerSettings(model_names=("m",), port=0), start, None)
+"""
+
+
+def test_a_signal_ends_it_whatever_thread_still_loads() -> None:
+    with subprocess.Popen([sys.executable, "-c", LOADING], stdout=subprocess.PIPE) as loading:
+        assert loading.stdout is not None
+        assert loading.stdout.readline() == b"loading\n"
+        loading.send_signal(signal.SIGINT)
+        try:
+            assert loading.wait(10) == 130
+        finally:
+            loading.kill()
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), -1.0])
+def test_a_drain_without_an_end_is_refused(seconds: float) -> None:
+    with pytest.raises(ConfigError, match="drain_seconds"):
+        ServerSettings(model_names=("m",), drain_s=seconds)
+
+
+def test_a_key_that_no_header_carries_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"API key 2 .*ASCII"):
+        ServerSettings(model_names=("m",), api_keys=("a", "\u00e9"))
 
 
 def test_an_engine_that_does_not_start_is_the_error() -> None:

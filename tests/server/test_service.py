@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import re
+import threading
 from typing import Any
 
 import pytest
@@ -145,6 +147,114 @@ def test_waiting_tokens_are_bounded_but_one_prompt_is_always_taken() -> None:
         engine.go.set()
         await waiting.task
         assert (await asked(app, PATH, {"prompt": "A"})).status_code == 200
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fields", [{"n": 2}, {"prompt": ["A" * 6, "A" * 6]}])
+def test_more_prompt_tokens_than_may_wait_are_refused_for_good(fields: dict[str, Any]) -> None:
+    app = fake_app(FakeEngine(), max_waiting_tokens=10)
+    reply = ask(app, PATH, {"prompt": "A" * 6} | fields)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "n")
+
+
+class SlowTokenizing(FakeEngine):
+    """Its texts are encoded once `may_encode` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_encode = threading.Event()
+        self.encoded: list[Any] = []
+
+    def encode(self, prompt: Any, *given: Any, **more: Any) -> Any:
+        self.encoded.append(prompt)
+        assert self.may_encode.wait(20)
+        return super().encode(prompt, *given, **more)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_waits_to_be_encoded_waits(stream: bool) -> None:
+    async def run() -> None:
+        engine = SlowTokenizing()
+        app = fake_app(engine, max_queued_requests=2)
+        clients = [Client(app, {"prompt": "A", "stream": stream}) for _ in range(2)]
+        while not engine.encoded:
+            await asyncio.sleep(0.01)
+        for path, body in ((PATH, {"prompt": "B"}), ("/tokenize", {"prompt": "B"})):
+            assert (await asked(app, path, body)).status_code == 429
+        assert (await asked(app, "/detokenize", {"tokens": [65]})).status_code == 429
+        assert (await asked(app, "/ready")).status_code == 503
+        clients[1].gone.set()
+        await clients[1].task
+        assert (await asked(app, "/ready")).status_code == 200
+        engine.may_encode.set()
+        await clients[0].task
+        assert clients[0].messages[0]["status"] == 200
+        assert engine.encoded == ["A"], "who hung up is not encoded"
+
+    asyncio.run(run())
+
+
+def test_the_text_that_waits_to_be_encoded_is_bounded() -> None:
+    async def run() -> None:
+        engine = SlowTokenizing()
+        app = fake_app(engine, max_body_bytes=200)
+        client = Client(app, {"prompt": "A" * 120})
+        while not engine.encoded:
+            await asyncio.sleep(0.01)
+        reply = await asked(app, PATH, {"prompt": "A" * 120})
+        assert (reply.status_code, "120 bytes" in reply.text) == (429, True)
+        engine.may_encode.set()
+        assert (await asked(app, PATH, {"prompt": "A" * 50})).status_code == 200
+        await client.task
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", [PATH, "/tokenize"])
+def test_text_that_cannot_fit_is_refused_before_it_is_encoded(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = SlowTokenizing()
+
+    def encode(*given: Any, **more: Any) -> None:
+        raise AssertionError("the text is encoded")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", encode)
+    reply = ask(fake_app(engine), path, {"prompt": "A" * 100_000})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"], engine.encoded) == (400, "prompt", [])
+    assert re.search("100000 characters is too long: max_model_len=256", error["message"])
+
+
+def test_a_server_that_stops_is_not_ready_and_lets_in_no_more() -> None:
+    async def run() -> None:
+        app = fake_app(FakeEngine())
+        app.state.admission.close()
+        for path, body in (
+            ("/ready", None),
+            (PATH, {"prompt": "A"}),
+            ("/tokenize", {"prompt": "A"}),
+        ):
+            reply = await asked(app, path, body)
+            assert (reply.status_code, reply.json()["error"]["code"]) == (503, "shutting_down")
+        assert (await asked(app, "/health")).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_ready_follows_the_tokens_that_wait() -> None:
+    async def run() -> None:
+        engine = FakeEngine()
+        engine.go.clear()
+        app = fake_app(engine, max_waiting_tokens=10)
+        waiting = Client(app, {"prompt": "A" * 20})
+        while not engine.num_waiting:
+            await asyncio.sleep(0.01)
+        assert (await asked(app, "/ready")).status_code == 503
+        engine.go.set()
+        await waiting.task
+        assert (await asked(app, "/ready")).status_code == 200
 
     asyncio.run(run())
 

@@ -35,6 +35,10 @@ def parsed(pieces: list[str]) -> tuple[str, list[Any]]:
         ("<tool_call>[]</tool_call>x", "<tool_call>[]</tool_call>x", 0),
         ("<tool_call>" + "[" * 5000, None, 0),
         ("a < b <tool", "a < b <tool", 0),
+        (r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>', None, 0),
+        ('<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', None, 0),
+        ('<tool_call>{"name": "f", "arguments": {"a": -Infinity}}</tool_call>', None, 0),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', None, 0),
         ("<tool_call>never", "<tool_call>never", 0),
         ("</tool_call>", "</tool_call>", 0),
         ("<<tool_call>", "<<tool_call>", 0),
@@ -63,3 +67,13 @@ def test_text_that_is_no_beginning_of_a_call_is_not_held() -> None:
     assert parser.push("a <b") == ("a <b", [])
     assert parser.push(" <tool") == (" ", [])
     assert parser.push("s>") == ("<tools>", [])
+
+
+def test_half_a_surrogate_in_arguments_can_be_sent() -> None:
+    _, ((name, arguments),) = parsed(
+        [r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>']
+    )
+    assert (name, arguments) == ("f", {"a": "\ud800"})
+    parser = ToolCallParser()
+    _, calls = parser.push(r'<tool_call>{"name": "f", "arguments": {"a": "\ud800"}}</tool_call>')
+    assert json.dumps(calls, ensure_ascii=False).encode()

@@ -4,7 +4,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import HTMLResponse, Response
 
@@ -12,8 +12,8 @@ from rackmount import AsyncEngine
 from rackmount_registry.plain import as_plain
 from rackmount_server.errors import ApiError, add_error_handlers
 from rackmount_server.gate import Gate
-from rackmount_server.generation import add_generation, encode_chat
-from rackmount_server.reply import Json
+from rackmount_server.generation import add_generation, chat_messages
+from rackmount_server.reply import Json, whole
 from rackmount_server.requests import DetokenizeRequest, TokenizeChat, TokenizeRequest
 from rackmount_server.service import Service
 from rackmount_server.settings import ServerSettings
@@ -26,7 +26,8 @@ PAGE_POLICY = {
 
 
 def build_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
-    """The ASGI application; the engine stays its owner's, who closes it."""
+    """The ASGI application; the engine stays its owner's, who closes it, and before that
+    `app.state.admission`."""
     service = Service(engine, settings)
     app = FastAPI(
         title="rackmount",
@@ -34,6 +35,7 @@ def build_app(engine: AsyncEngine, settings: ServerSettings) -> FastAPI:
         docs_url=None,  # pages that load scripts from elsewhere
         redoc_url=None,
     )
+    app.state.admission = service.admission
     add_error_handlers(app)
     add_generation(app, service)
     _add_models(app, service)
@@ -65,12 +67,18 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
 def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(asked: TokenizeRequest, request: Request) -> Response:
         service.model_name(asked.model)
+        return await whole(request, tokenized(asked))
+
+    async def tokenized(asked: TokenizeRequest) -> dict[str, Any]:
         if isinstance(asked, TokenizeChat):
-            ids = await encode_chat(service, asked)
+            messages, options = chat_messages(service, asked), asked.template_options()
+            (ids,) = await service.tokenizing.encode(
+                [messages], "messages", template_options=options
+            )
         else:
-            ids = await service.tokenize(asked.prompt, asked.add_special_tokens)
+            ids = await service.tokenizing.tokenize(asked.prompt, asked.add_special_tokens)
         reply = {
             "count": len(ids),
             "max_model_len": service.engine.model_info.max_model_len,
@@ -81,9 +89,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return reply
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(asked: DetokenizeRequest, request: Request) -> Response:
         service.model_name(asked.model)
-        return {"prompt": service.detokenize(asked.tokens)}
+        return await whole(request, detokenized(asked))
+
+    async def detokenized(asked: DetokenizeRequest) -> dict[str, str]:
+        return {"prompt": await service.tokenizing.detokenize(asked.tokens)}
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
@@ -99,9 +110,11 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/ready")
     async def ready() -> dict[str, str]:
         """Whether a request would be taken now."""
-        if engine.num_waiting >= service.settings.max_queued_requests:
-            raise ApiError(503, "the queue is full", code="overloaded")
-        return await health()
+        try:
+            service.admission.check()
+        except ApiError as error:
+            raise ApiError(503, str(error), code=error.code, headers=error.headers) from error
+        return {"status": "ok"}
 
     @app.get("/metrics")
     async def metrics() -> Response:

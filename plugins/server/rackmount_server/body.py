@@ -1,6 +1,7 @@
 """The bodies of requests: unknown fields are refused, and values of another type not converted."""
 
-from typing import Annotated, TypeAlias
+import json
+from typing import Annotated, Any, NoReturn, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,3 +18,15 @@ class Fields(BaseModel):
     """Base of all: strict, and no field beyond the known ones."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def read_json(text: str) -> Any:
+    """JSON inside a string. ValueError for what is none, or too deep."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _refuse(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

@@ -1,17 +1,20 @@
 """What a chat template makes a prompt of: messages, tools and options."""
 
-import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import Field, JsonValue, model_validator
 
-from rackmount_server.body import Fields
+from rackmount_server.body import Fields, Unsupported, read_json
 from rackmount_server.errors import ApiError
 
 
 class TextPart(Fields):
     type: Literal["text"]
     text: str
+
+
+NULLS = {"refusal", "annotations", "audio", "function_call"}
+"""Fields of a message that no template is given."""
 
 
 class FunctionCall(Fields):
@@ -26,14 +29,23 @@ class ToolCall(Fields):
     function: FunctionCall
 
 
-class Message(BaseModel):
-    """Other keys go to the chat template, which may read them."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
+class Message(Fields):
+    """What OpenAI's protocol names, and what chat templates read beside it."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[TextPart] | None = None
     tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    # Names that templates have for what a model thought before it said `content`.
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    # Of a reply that OpenAI's client hands back.
+    refusal: Unsupported = None
+    annotations: Unsupported = None
+    audio: Unsupported = None
+    function_call: Unsupported = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -43,12 +55,12 @@ class Message(BaseModel):
 
     def plain(self) -> dict[str, Any]:
         """As templates read it: one text, and arguments of calls as objects."""
-        message = self.model_dump(exclude_unset=True)
+        message = self.model_dump(exclude_unset=True, exclude=NULLS)
         if not isinstance(self.content, str):
             message["content"] = "\n".join(part.text for part in self.content or ())
         for call in message.get("tool_calls") or ():
             try:
-                call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+                call["function"]["arguments"] = read_json(call["function"]["arguments"])
             except ValueError as error:
                 text = f"a tool call's arguments are no JSON: {error}"
                 raise ApiError(400, text, param="messages") from error

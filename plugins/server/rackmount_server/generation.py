@@ -2,9 +2,10 @@
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -38,23 +39,29 @@ class Exchange:
         return identity | {"created": int(time.time()), "model": self.model}
 
 
+Prepare = Callable[[], Awaitable[Exchange]]
+"""Encodes the prompts: a part of the work that ends when the client hangs up."""
+
+
 def add_generation(app: FastAPI, service: Service) -> None:
     """/v1/completions and /v1/chat/completions."""
 
     @app.post("/v1/completions")
     async def completions(asked: CompletionRequest, request: Request) -> Response:
-        return await _reply(service, asked, await _completion(service, asked, request), request)
+        prepare = partial(_completion, service, asked, request)
+        return await _reply(service, asked, prepare, request)
 
     @app.post("/v1/chat/completions")
     async def chat(asked: ChatRequest, request: Request) -> Response:
-        return await _reply(service, asked, await _chat(service, asked, request), request)
+        return await _reply(service, asked, partial(_chat, service, asked, request), request)
 
 
 async def _completion(service: Service, asked: CompletionRequest, request: Request) -> Exchange:
     model, texts = service.model_name(asked.model), asked.prompts()
-    prompts = [await service.encode(prompt, "prompt") for prompt in texts]
-    own = {"prompt_logprobs": asked.logprobs} if asked.echo and asked.logprobs is not None else {}
-    task = service.task(asked, prompts, arrival(request), **own)
+    own: dict[str, Any] = {}
+    if asked.echo and asked.logprobs is not None:
+        own["prompt_logprobs"] = asked.logprobs
+    task = await service.task(asked, texts, "prompt", arrival(request), **own)
 
     def choice(number: int) -> CompletionChoice:
         echo = service.text_of(texts[number // task.params.n], task.params) if asked.echo else None
@@ -65,9 +72,16 @@ async def _completion(service: Service, asked: CompletionRequest, request: Reque
 
 async def _chat(service: Service, asked: ChatRequest, request: Request) -> Exchange:
     model = service.model_name(asked.model)
-    ids = await encode_chat(service, asked)
+    messages = chat_messages(service, asked)
     own = {"max_tokens": asked.limit(), "logprobs": asked.num_logprobs()}
-    task = service.task(asked, [ids], arrival(request), **own)
+    task = await service.task(
+        asked,
+        [messages],
+        "messages",
+        arrival(request),
+        template_options=asked.template_options(),
+        **own,
+    )
     kind = "chat.completion.chunk" if asked.stream else "chat.completion"
     return Exchange(
         task=task,
@@ -78,28 +92,29 @@ async def _chat(service: Service, asked: ChatRequest, request: Request) -> Excha
     )
 
 
-async def encode_chat(service: Service, asked: Conversation) -> list[int]:
-    """The prompt that the chat template makes."""
+def chat_messages(service: Service, asked: Conversation) -> list[dict[str, Any]]:
+    """What the chat template makes a prompt of."""
     messages = [message.plain() for message in asked.messages]
     template = str(getattr(service.engine.tokenizer, "chat_template", ""))
     for message in messages:
         if message["role"] == "developer" and "developer" not in template:
             message["role"] = "system"  # which it was once called, and as which models know it
-    return await service.encode(messages, "messages", asked.template_options())
+    return messages
 
 
 async def _reply(
-    service: Service, asked: CompletionRequest | ChatRequest, exchange: Exchange, request: Request
+    service: Service, asked: CompletionRequest | ChatRequest, prepare: Prepare, request: Request
 ) -> Response:
     if not asked.stream:
-        return await whole(request, _whole(service, exchange))
+        return await whole(request, _whole(service, prepare))
     if asked.prompt_logprobs is not None:
         text = "'prompt_logprobs' is not supported with stream=true; leave one of them out"
         raise ApiError(400, text, param="prompt_logprobs")
-    return EventStream(_events(service, exchange, asked.stream_options or StreamOptions()))
+    return EventStream(_events(service, prepare, asked.stream_options or StreamOptions()))
 
 
-async def _whole(service: Service, exchange: Exchange) -> dict[str, Any]:
+async def _whole(service: Service, prepare: Prepare) -> dict[str, Any]:
+    exchange = await prepare()
     task, usage = exchange.task, Usage(exchange.task.prompts)
     choices = [exchange.choice(number) for number in range(task.num_choices)]
     deltas: list[list[dict[str, Any]]] = [[] for _ in choices]
@@ -112,8 +127,9 @@ async def _whole(service: Service, exchange: Exchange) -> dict[str, Any]:
 
 
 async def _events(
-    service: Service, exchange: Exchange, options: StreamOptions
+    service: Service, prepare: Prepare, options: StreamOptions
 ) -> AsyncGenerator[bytes]:
+    exchange = await prepare()
     task, usage, head = exchange.task, Usage(exchange.task.prompts), exchange.head()
     choices = [exchange.choice(number) for number in range(task.num_choices)]
     if options.include_usage:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +14,15 @@ import uvloop
 
 from rackmount import AsyncEngine
 from rackmount_registry.errors import ConfigError
+from rackmount_server.admission import Admission
 from rackmount_server.app import build_app
 from rackmount_server.settings import ServerSettings
 
 STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 5.0
 """For replies on their way once the engine has ended all answers."""
+AT_ONCE = 130
+"""Exit code of a server that waited for nothing."""
 
 
 def serve(
@@ -25,10 +30,11 @@ def serve(
     start: Callable[[], Any],
     ready: Callable[[AsyncEngine, str], None],
 ) -> int:
-    """Serves until it is told to stop, and gives the exit code: 0, 1 after the engine
-    has died, or 130 where it was told twice or while the model loaded.
+    """Serves until it is told to stop, and gives the exit code: 0, or 1 after the engine
+    has died.
 
-    The first SIGINT or SIGTERM lets open answers end for `drain_s`, the second stops at once.
+    The first SIGINT or SIGTERM lets open answers end for `drain_s`. The second, or one while the
+    model loads, ends this process at once, with 130.
 
     Args:
         start: a coroutine function that gives the engine.
@@ -38,7 +44,7 @@ def serve(
         ConfigError: the address cannot be had; known before the engine starts.
     """
     with bind(settings.host, settings.port) as listener:
-        return uvloop.run(_serve(settings, listener, start, ready))
+        return uvloop.run(_serve_and_leave(settings, listener, start, ready))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -81,6 +87,17 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _serve_and_leave(*given: Any) -> int:
+    code = await _serve(*given)
+    if code == AT_ONCE:
+        # The core's process has been ended. Threads that still download, load or tokenize would be
+        # waited for, by the loop and by the interpreter.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
 async def _serve(
     settings: ServerSettings,
     listener: socket.socket,
@@ -96,7 +113,7 @@ async def _serve(
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        return 130
+        return AT_ONCE
     engine: AsyncEngine = starting.result()
     try:
         return await _run(settings, listener, engine, stop, ready)
@@ -111,9 +128,10 @@ async def _run(
     stop: Stop,
     ready: Callable[[AsyncEngine, str], None],
 ) -> int:
+    app = build_app(engine, settings)
     server = _Server(
         uvicorn.Config(
-            build_app(engine, settings),
+            app,
             http="httptools",
             ws="none",
             lifespan="off",
@@ -125,7 +143,7 @@ async def _run(
     host, port = listener.getsockname()[:2]
     ready(engine, f"http://{f'[{host}]' if ':' in host else host}:{port}")
     serving = asyncio.ensure_future(server.serve([listener]))
-    stopping = asyncio.ensure_future(_stop(settings, engine, stop, server))
+    stopping = asyncio.ensure_future(_stop(settings, engine, stop, server, app.state.admission))
     try:
         await serving
     except OSError as error:  # another process listens there since
@@ -137,16 +155,21 @@ async def _run(
 
 
 async def _stop(
-    settings: ServerSettings, engine: AsyncEngine, stop: Stop, server: uvicorn.Server
+    settings: ServerSettings,
+    engine: AsyncEngine,
+    stop: Stop,
+    server: uvicorn.Server,
+    admission: Admission,
 ) -> None:
     """Ends the server as the signals say."""
     await stop.asked.wait()
+    admission.close()
     server.should_exit = True
     stop.code = 0 if engine.is_alive else 1  # it had failed before
     draining = asyncio.ensure_future(engine.close(settings.drain_s))
     await stop.at_once.wait()
     draining.cancel()
-    stop.code = 130
+    stop.code = AT_ONCE
     server.force_exit = True
 
 

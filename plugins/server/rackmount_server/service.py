@@ -2,23 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rackmount import Answer, AsyncEngine, Prompt, SamplingParams, Sequence, TextChunk
+from rackmount import Answer, AsyncEngine, Prompt, SamplingParams, TextChunk
+from rackmount import Sequence as Answered
+from rackmount_server.admission import RETRY_AFTER, Admission
 from rackmount_server.errors import ApiError, bad_request
 from rackmount_server.metrics import Metrics, Watch
 from rackmount_server.requests import Generation
 from rackmount_server.settings import ServerSettings
+from rackmount_server.tokenizing import Tokenizing
 from rackmount_server.tokens import TokenTexts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-RETRY_AFTER = {"Retry-After": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +34,7 @@ class Task:
         return len(self.prompts) * self.params.n
 
 
-Piece = tuple[int, Sequence, TextChunk]
+Piece = tuple[int, Answered, TextChunk]
 """The number of a choice (the answers of the first prompt, then those of the second, ...), its
 sequence, and a chunk of it."""
 
@@ -53,10 +49,11 @@ class Service:
         self.engine, self.settings = engine, settings
         self.started_at = int(time.time())
         self.metrics = Metrics(engine, settings.model_names[0])
+        self.admission = Admission(engine, settings)
+        self.tokenizing = Tokenizing(engine, self.admission)
         if settings.chat_template is not None:
-            self._tokenizer().chat_template = settings.chat_template
+            self.tokenizing.tokenizer().chat_template = settings.chat_template
         self.token_texts = TokenTexts(engine.tokenizer)
-        self._tokenizing = ThreadPoolExecutor(1, "tokenizing")
 
     def model_name(self, asked: str | None) -> str:
         """The name to reply with.
@@ -70,53 +67,36 @@ class Service:
             raise ApiError(404, text, param="model", code="model_not_found")
         return asked or names[0]
 
-    async def encode(
-        self, prompt: Prompt, param: str, template_options: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """Token ids, found in a thread of their own: long prompts hold up no stream."""
-        call = partial(self.engine.encode, prompt, chat_template_kwargs=template_options)
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
-        except ValueError as error:
-            raise bad_request(error, param) from error
-
-    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text of any length, one of no token included."""
-        call = partial(
-            self._tokenizer().encode, text, add_special_tokens=add_special_tokens, verbose=False
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizing, call)
-
-    def detokenize(self, ids: list[int]) -> str:
-        """The text of ids, special tokens included."""
-        vocab_size = self.engine.model_info.vocab_size
-        if any(not 0 <= token_id < vocab_size for token_id in ids):
-            raise ApiError(400, f"ids must be in 0 to {vocab_size - 1}", param="tokens")
-        return str(self._tokenizer().decode(ids, clean_up_tokenization_spaces=False))
-
     def text_of(self, prompt: str | list[int], params: SamplingParams) -> str:
         """A prompt as it is echoed."""
         if isinstance(prompt, str):
             return prompt
         skip = params.skip_special_tokens
         return str(
-            self._tokenizer().decode(
+            self.tokenizing.tokenizer().decode(
                 prompt, skip_special_tokens=skip, clean_up_tokenization_spaces=False
             )
         )
 
-    def task(
+    async def task(
         self,
         asked: Generation,
-        prompts: list[list[int]],
+        prompts: Sequence[Prompt],
+        param: str,
         arrived_at: float,
+        *,
+        template_options: Mapping[str, Any] | None = None,
         **own: Any,
     ) -> Task:
-        """`own` are sampling parameters that go before what is asked."""
+        """Prompts, of the field `param`, are encoded. `own` are sampling parameters that go before
+        what is asked."""
         defaults, limit = self.engine.default_sampling_params, self.settings.max_logprobs
+        params = asked.sampling(defaults, limit, **own)
         return Task(
-            prompts=prompts,
-            params=asked.sampling(defaults, limit, **own),
+            prompts=await self.tokenizing.encode(
+                prompts, param, n=params.n, template_options=template_options
+            ),
+            params=params,
             grammar_field=asked.grammar()[0],
             priority=asked.priority or 0,
             cache_salt=asked.cache_salt,
@@ -130,7 +110,11 @@ class Service:
             ApiError: overload, or an answer that the engine could not end.
             RackmountError: what the engine refuses, or that it died.
         """
-        self._admit(task)
+        self.admission.check(
+            num_prompts=len(task.prompts),
+            n=task.params.n,
+            num_tokens=task.params.n * sum(map(len, task.prompts)),
+        )
         answers: list[Answer] = []
         watches: list[Watch] = []
         try:
@@ -157,34 +141,6 @@ class Service:
             )
         except (TypeError, ValueError) as error:
             raise bad_request(error, task.grammar_field) from error
-
-    def _tokenizer(self) -> "PreTrainedTokenizerBase":
-        if self.engine.tokenizer is None:
-            raise ApiError(400, "the model has no tokenizer: it takes token ids, and gives no text")
-        return self.engine.tokenizer
-
-    def _admit(self, task: Task) -> None:
-        """429 where the queue is full; 400 for what no empty queue would hold."""
-        settings, engine = self.settings, self.engine
-        count = task.num_choices
-        if count > settings.max_queued_requests:
-            raise ApiError(
-                400,
-                f"{len(task.prompts)} prompts with n={task.params.n} are {count} answers; one "
-                f"request may have at most {settings.max_queued_requests}",
-                param="n",
-            )
-        num_tokens = task.params.n * sum(map(len, task.prompts))
-        waiting, tokens = engine.num_waiting, engine.num_waiting_tokens
-        if waiting + count > settings.max_queued_requests:
-            limit = f"{waiting} answers wait, of at most {settings.max_queued_requests}"
-        elif waiting and tokens + num_tokens > settings.max_waiting_tokens:
-            limit = f"{tokens} prompt tokens wait, of at most {settings.max_waiting_tokens}"
-        else:
-            return
-        raise ApiError(
-            429, f"overloaded: {limit}; try again later", code="overloaded", headers=RETRY_AFTER
-        )
 
 
 def _check_end(chunk: TextChunk, params: SamplingParams) -> None:

@@ -1,12 +1,19 @@
 """What a server is asked for."""
 
+import math
 from dataclasses import dataclass
 from ipaddress import ip_address
+
+from rackmount_registry.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSettings:
-    """How the server answers; the engine's own arguments are apart."""
+    """How the server answers; the engine's own arguments are apart.
+
+    Raises:
+        ConfigError: a drain without an end, or a key that no header carries.
+    """
 
     model_names: tuple[str, ...]
     """By which requests may call the model; replies use the first."""
@@ -20,11 +27,21 @@ class ServerSettings:
     max_queued_requests: int = 1024
     """Most answers that wait for their first token."""
     max_waiting_tokens: int = 2**20
-    """Most prompt tokens that they hold; a request that finds none waiting is always let in."""
+    """Most prompt tokens that they hold; a prompt with n=1 that finds none waiting is let in."""
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 2**20
+    """Of one request, and of all text that waits to be tokenized."""
     drain_s: float = 30.0
     """Seconds that open answers may take once the server is told to stop."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.drain_s) and self.drain_s >= 0):
+            raise ConfigError(
+                f"drain_seconds={self.drain_s} must be a number of seconds, 0 or more"
+            )
+        for number, key in enumerate(self.api_keys, 1):
+            if not key.isascii():
+                raise ConfigError(f"API key {number} has a character beyond ASCII; choose another")
 
     @property
     def is_local(self) -> bool:

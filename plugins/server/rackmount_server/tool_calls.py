@@ -5,6 +5,8 @@ import json
 import uuid
 from typing import Any
 
+from rackmount_server.body import read_json
+
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
@@ -74,9 +76,11 @@ class ToolCallParser:
 def _function(body: str) -> dict[str, str] | None:
     """None for what is no call."""
     try:
-        match json.loads(body):
+        match read_json(body):
             case {"name": str(name), "arguments": dict(arguments)}:
-                return {"name": name, "arguments": json.dumps(arguments, ensure_ascii=False)}
+                name.encode()  # half a surrogate is no Unicode
+                # In ASCII such halves stay escapes; NaN is none, but 1e999 is infinite.
+                return {"name": name, "arguments": json.dumps(arguments, allow_nan=False)}
     except (ValueError, RecursionError):
         pass
     return None
