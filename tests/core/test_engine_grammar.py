@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.helpers.mounting import plugins
 
 from rackmount import Engine, GrammarSpec, SamplingParams
 from rackmount.execution.codec import MessageCodec
+from rackmount.sampling import grammars
 from rackmount.sampling.request import SamplingRequest
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry import hookimpl
@@ -228,6 +230,25 @@ def test_a_grammar_that_fails_in_the_worker_ends_its_request_alone(folder: Path)
     assert (failed.text, failed.outputs[0].finish_reason) == ("", "error")
     assert neighbour.text == "BCD"
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["check", "compile"])
+def test_a_grammar_that_takes_for_ever_holds_up_the_others_for_a_time(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = Event()
+    monkeypatch.setattr(Unsteady, name, lambda *_: release.wait())
+    monkeypatch.setattr(grammars, f"{name.upper()}_S", 0.05)
+    engine = unsteady(folder, grammar_backend="unsteady")
+    params = [SamplingParams(grammar=GrammarSpec(regex="a")), greedy(3)]
+    failed, neighbour = engine.generate(["x", "A"], params)
+    assert neighbour.text == "BCD"
+    if name == "check":
+        assert "regex takes more than 0.05 s to compile" in str(failed.error)
+    else:
+        assert failed.outputs[0].finish_reason == "error"
+    assert_idle(engine)
+    release.set()
 
 
 def test_a_grammar_crosses_to_other_processes(folder: Path) -> None:

@@ -1,18 +1,30 @@
 """Interrupts and garbage at any moment: nothing is lost in silence, and the engine lives."""
 
 import gc
+import itertools
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.engines import assert_idle, greedy, rows, tiny_engine, tokens_of
+from tests.helpers.engines import (
+    assert_idle,
+    chain_checkpoint,
+    greedy,
+    rows,
+    tiny_engine,
+    tokens_of,
+)
 
 from rackmount import Engine
+from rackmount.engine import sequence
+from rackmount.text.stream import TextStream
 
 PROMPTS = rows(9, 5, 12, 7, 3)
 
@@ -89,6 +101,41 @@ def test_an_interrupt_at_any_moment_costs_no_token_in_silence(
     assert tokens_of(engine, PROMPTS, greedy(9)) == expected
 
 
+def test_an_interrupt_at_any_line_of_a_sequence_costs_no_token_in_silence(folder: Path) -> None:
+    engine = tiny_engine(folder)
+    expected = tokens_of(engine, PROMPTS[:1], greedy(2))[0]
+    left = 0
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal left
+        if frame.f_code.co_filename != sequence.__file__:
+            return None
+        left -= what == "line"
+        if left == 0 and what == "line":
+            raise Interrupt
+        return trace
+
+    for number in itertools.count(1):
+        stream = engine.stream(PROMPTS[0], greedy(2))
+        tokens, end, is_hit = [*next(stream).token_ids], None, False
+        before, left = sys.gettrace(), number
+        sys.settrace(trace)
+        try:
+            engine.generate(PROMPTS[1], greedy(2))
+        except Interrupt:
+            is_hit = True
+        finally:
+            sys.settrace(before)
+        for chunk in stream:
+            tokens += chunk.token_ids
+            end = chunk.finish_reason
+        assert end == "error" or tokens == expected, f"line {number}: {end}, {len(tokens)} tokens"
+        assert_idle(engine)
+        if not is_hit:
+            break
+    assert number > 50
+
+
 @pytest.mark.parametrize("where", ["schedule", "update"])
 def test_an_interrupt_inside_the_scheduler_ends_all_and_starts_anew(
     folder: Path, where: str, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +155,45 @@ def test_an_interrupt_inside_the_scheduler_ends_all_and_starts_anew(
     assert [chunk.finish_reason for chunk in other] == ["error"]
     assert_idle(engine)
     assert tokens_of(engine, PROMPTS, greedy(9)) == expected
+
+
+@pytest.mark.parametrize("error", [Interrupt, ZeroDivisionError])
+@pytest.mark.parametrize("where", ["push", "finish"])
+def test_what_is_raised_while_the_last_token_is_decoded_ends_its_stream(
+    where: str, error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(chain_checkpoint(tmp_path))
+    stream = engine.stream("A", greedy(2))
+    assert next(stream).text == "B"
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch, pytest.raises(error):
+        patch.setattr(TextStream, where, fail)
+        engine.generate("A", greedy(1))
+    assert [chunk.finish_reason for chunk in stream] == ["error"]
+    assert_idle(engine)
+
+
+def test_the_counters_go_on_where_the_core_starts_anew(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_engine(folder)
+    tokens_of(engine, PROMPTS, greedy(9))
+    before = engine.stats
+    assert before.total_sampled_tokens == 9 * len(PROMPTS)
+
+    def interrupt(*_: object) -> None:
+        raise Interrupt
+
+    monkeypatch.setattr(engine.core.scheduler, "_grow", interrupt)
+    with pytest.raises(Interrupt):
+        engine.generate(PROMPTS[1], greedy(9))
+    assert_idle(engine)
+    assert engine.stats.total_sampled_tokens == before.total_sampled_tokens
+    tokens_of(engine, PROMPTS[:1], greedy(2))
+    assert engine.stats.total_sampled_tokens == before.total_sampled_tokens + 2
 
 
 def test_a_stream_collected_inside_the_scheduler_ends_before_the_next_step(

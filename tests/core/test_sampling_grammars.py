@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.helpers.sampling import sample
 
+from rackmount.sampling import grammars
 from rackmount.sampling.grammars import RowGrammar
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.request import SamplingRequest
@@ -45,10 +46,12 @@ class Follows:
         bitmask[:] = np.packbits(marks, bitorder="little").view(np.int32)
 
 
-def row_grammar(grammar: Grammar | Exception, **params: object) -> RowGrammar:
+def row_grammar(grammar: Grammar | Exception | Future[Grammar], **params: object) -> RowGrammar:
     given = SamplingParams(grammar=GrammarSpec(regex="-"), **params)
     future: Future[Grammar] = Future()
-    if isinstance(grammar, Exception):
+    if isinstance(grammar, Future):
+        future = grammar
+    elif isinstance(grammar, Exception):
         future.set_exception(grammar)
     else:
         future.set_result(grammar)
@@ -92,6 +95,17 @@ def test_nothing_follows_the_end_or_what_has_no_place(output: list[int]) -> None
 
 def test_a_grammar_that_does_not_compile_after_all_leaves_its_row_nothing() -> None:
     assert allowed(row_grammar(RequestError("too late")), []) == set()
+
+
+def test_a_grammar_that_does_not_compile_in_time_fails_its_row_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
+    late: Future[Grammar] = Future()
+    grammar = row_grammar(late)
+    assert allowed(grammar, []) == set()
+    late.set_result(Follows())
+    assert allowed(grammar, []) == set()
 
 
 def test_stop_ids_wait_for_min_tokens_where_something_else_is_allowed() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +19,15 @@ from tests.helpers.executors import belongings
 from tests.helpers.null_executor import RAISES, TOKEN, null_plugin
 
 from rackmount import AsyncEngine, Engine, EngineDead, RequestOutput, SamplingParams, TextChunk
-from rackmount_registry.errors import ConfigError, PluginError, RequestError, SelectionError
+from rackmount.serving import process
+from rackmount.text.stream import TextStream
+from rackmount_registry.errors import (
+    ConfigError,
+    PluginError,
+    RackmountError,
+    RequestError,
+    SelectionError,
+)
 
 SMALL: dict[str, Any] = {"num_kv_blocks": 64, "block_size": 4, "max_num_seqs": 8}
 
@@ -205,6 +214,50 @@ def test_times_are_measured_here_and_durations_in_the_core(served: Served) -> No
         assert it.queue_s + it.prefill_s <= it.first_token_at - it.arrived_at
 
     served.run(check())
+
+
+def test_a_last_token_that_cannot_be_decoded_ends_its_stream(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    async def check() -> None:
+        answer = served.engine.submit("A", greedy(1))
+        with monkeypatch.context() as patch:
+            patch.setattr(TextStream, "finish", fail)
+            chunk = await asyncio.wait_for(anext(answer), 10)
+        assert chunk.finish_reason == "error"
+        await await_idle(served.engine)
+
+    served.run(check())
+
+
+def test_a_grammar_backend_is_made_before_a_request_needs_it(served: Served) -> None:
+    async def check() -> None:
+        deadline = time.monotonic() + 20
+        while served.engine._intake.grammars._made is None:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+    served.run(check())
+
+
+@pytest.mark.parametrize("broken", ["bind", "start"])
+def test_a_process_that_cannot_start_leaves_no_folder_and_no_line(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 40 if broken == "bind" else "short")
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    if broken == "start":
+        monkeypatch.setattr(process, "_start", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(RackmountError if broken == "bind" else OSError):
+        process.CoreProcess()
+    gc.collect()
+    assert list(folder.iterdir()) == []
+    assert len(list(Path("/proc/self/fd").iterdir())) <= before
 
 
 def test_the_prefix_cache_can_be_reset_and_the_parts_are_told(served: Served) -> None:

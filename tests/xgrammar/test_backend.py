@@ -1,5 +1,6 @@
 import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -111,18 +112,30 @@ def test_an_end_with_a_text_of_its_own_is_no_part_of_the_answer() -> None:
         ({"regex": r"[^\s\S]"}, "regex: there is no text that it allows"),
         ({"ebnf": "root ::= x"}, 'ebnf: EBNF parser error at line 1, column 10: Rule "x" is not'),
         ({"ebnf": 'root ::= root "a"'}, "ebnf: there is no text that it allows"),
-        ({"regex": "(" * 20_000}, "regex: "),
-        ({"ebnf": "root ::= " + "(" * 20_000}, "ebnf: "),
+        ({"regex": "(" * 2000}, "regex: "),
+        ({"ebnf": "root ::= " + "(" * 16_000}, "ebnf: "),
+        ({"regex": "a" * 2049}, "regex: 2049 bytes of text; at most 2048 are taken"),
+        ({"ebnf": "é" * 8193}, "ebnf: 16386 bytes of text; at most 16384 are taken"),
+        ({"json_schema": " " * 32769}, "json_schema: 32769 bytes of text; at most 32768 are taken"),
+        ({"choice": ("a" * 180,) * 100}, "choice: 18000 bytes of text; at most 16384 are taken"),
+        ({"choice": ("a",) * 1001}, "choice: 1001 texts; at most 1000 are taken"),
     ],
 )
 def test_a_grammar_that_is_none_is_refused_with_the_reason(
-    given: dict[str, str], reason: str
+    given: dict[str, Any], reason: str
 ) -> None:
     for refuse in (byte_backend().check, byte_backend().compile):
         with pytest.raises(RequestError) as caught:
             refuse(GrammarSpec(**given))
         assert str(caught.value).startswith(reason) or reason in str(caught.value)
         assert "/project/" not in str(caught.value)
+
+
+def test_a_thousand_choices_are_taken() -> None:
+    choice = tuple(f"{index:x<16}" for index in range(1000))
+    grammar = byte_backend().compile(GrammarSpec(choice=choice))
+    assert accepts(grammar, choice[0]) and accepts(grammar, choice[-1])
+    assert not accepts(grammar, "x" * 16)
 
 
 def test_tokens_stand_for_their_bytes_and_special_ones_for_none() -> None:

@@ -70,6 +70,8 @@ def test_what_is_taken_is_kept_to(schema: Any, yes: list[str], no: list[str]) ->
         ({"type": []}, "'type' needs a 'type'"),
         ({"type": "object", "required": ["a"]}, "required 'a' is not among the properties"),
         ({"type": "integer", "multipleOf": 3, "minimum": 1}, "'multipleOf' is supported for"),
+        ({"type": "integer", "multipleOf": 1025}, "'multipleOf' is supported from 1 to 1024"),
+        ({"type": "integer", "multipleOf": 1.5}, "'multipleOf' is supported from 1 to 1024"),
         ({"type": "number", "multipleOf": 3}, "'multipleOf' is supported for"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "'maxLength' beside 'pattern'"),
         ({"type": "string", "format": "date", "minLength": 3}, "'minLength' beside 'format'"),
@@ -100,7 +102,7 @@ def test_what_would_be_passed_over_is_refused_with_its_place(schema: Any, proble
     assert problem in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["{", "{'a': 1}", "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "{'a': 1}", "[" * 30_000])
 def test_what_is_no_json_is_refused(text: str) -> None:
     with pytest.raises(RequestError, match="json_schema is no JSON"):
         byte_backend().check(GrammarSpec(json_schema=text))

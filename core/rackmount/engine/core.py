@@ -185,7 +185,8 @@ class EngineCore:
             raise
         except BaseException:
             self._in_flight = deque()
-            lost, self.scheduler = self.scheduler.request_ids, Scheduler(self.limits)
+            lost, before = self.scheduler.request_ids, self.scheduler.totals
+            self.scheduler = Scheduler(self.limits, before)
             self.events.extend(map(_error, lost))
             raise
 

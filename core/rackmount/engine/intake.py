@@ -53,7 +53,7 @@ class Intake:
         self.eos_token_ids = named.intersection(range(limits.vocab_size))
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(config.seed)
-        self._grammars = Grammars(config, manager, lambda: self.tokenizer, limits.vocab_size)
+        self.grammars = Grammars(config, manager, lambda: self.tokenizer, limits.vocab_size)
 
     @property
     def default_sampling_params(self) -> SamplingParams:
@@ -182,7 +182,7 @@ class Intake:
         """The stop ids that end an answer under a grammar. RequestError for a grammar that no
         answer can be held to, or that nothing ends."""
         assert params.grammar is not None
-        self._grammars.check(params.grammar)
+        self.grammars.check(params.grammar)
         assert self.tokenizer is not None, "checked with the grammar"
         added = self.tokenizer.added_tokens_decoder
         special = {token_id for token_id, token in added.items() if token.special}

@@ -63,29 +63,25 @@ class Sequence:
         if event.prompt_logprobs is not None:
             first, entries = event.prompt_logprobs
             self.prompt_logprobs[first : first + len(entries)] = entries
-        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
-        text = ""
+        finish_reason, stop_reason, text = event.finish_reason, event.stop_reason, ""
         if event.token_id is not None:
             self._note_time(event)
             self.num_cached_tokens = event.num_cached_tokens
             self.token_ids.append(event.token_id)
             if self.logprobs is not None and event.logprobs is not None:
                 self.logprobs.append(event.logprobs)
-            text = self._push(event.token_id)
-        if self._stream and self.finish_reason is not None:
+            text = self._push(event)
+        if self._stream and event.finish_reason is not None:
             text += self._stream.finish()
-            if self._stream.finished_by is not None:
-                self.finish_reason, self.stop_reason = "stop", self._stream.finished_by
-        news = event.token_id is not None or self.finish_reason is not None
-        if self.sink is not None and news:
-            self.sink(self._chunk(text, event))
+        if self._stream and self._stream.finished_by is not None:
+            finish_reason, stop_reason = "stop", self._stream.finished_by
+        if event.token_id is not None or finish_reason is not None:
+            self._tell(text, event, finish_reason, stop_reason)
 
     def end(self, reason: FinishReason) -> None:
         """Ends it from outside where it stands; text that is held back stays so."""
         if self.finish_reason is None:
-            self.finish_reason = reason
-            if self.sink is not None:
-                self.sink(self._chunk("", Event(request_id=self.request_id)))
+            self._tell("", Event(request_id=self.request_id), reason, None)
 
     def completion(self) -> Completion:
         """The whole answer, once finished."""
@@ -105,18 +101,23 @@ class Sequence:
             self.first_token_at = self.last_token_at
             self.queue_s, self.prefill_s = event.queue_s, event.prefill_s
 
-    def _push(self, token_id: int) -> str:
-        if self._stream is None:
+    def _push(self, event: Event) -> str:
+        if self._stream is None or event.token_id is None:
             return ""
-        if token_id == self.stop_reason and not self.params.include_stop_str_in_output:
+        if event.token_id == event.stop_reason and not self.params.include_stop_str_in_output:
             return ""  # a stop token is no part of the text, special or not
-        delta = self._stream.push((token_id,))
-        if delta.finished_by is not None:
-            self.finish_reason, self.stop_reason = "stop", delta.finished_by
-        return delta.text
+        return self._stream.push((event.token_id,)).text
 
-    def _chunk(self, text: str, event: Event) -> TextChunk:
-        return TextChunk(
+    def _tell(
+        self,
+        text: str,
+        event: Event,
+        finish_reason: FinishReason | None,
+        stop_reason: int | str | None,
+    ) -> None:
+        """Sends a chunk. The reason is noted last: whatever is raised before, an interrupt even,
+        leaves a sequence that has not ended, and that `end` can end."""
+        chunk = TextChunk(
             prompt_index=self.prompt_index,
             index=self.index,
             text=text,
@@ -124,9 +125,13 @@ class Sequence:
             num_prompt_tokens=len(self.prompt_token_ids),
             num_cached_tokens=self.num_cached_tokens,
             logprobs=[event.logprobs] if event.logprobs is not None else None,
-            finish_reason=self.finish_reason,
-            stop_reason=self.stop_reason,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
         )
+        if self.sink is not None:
+            self.sink(chunk)
+        self.stop_reason = stop_reason
+        self.finish_reason = finish_reason
 
 
 def _text_stream(

@@ -1,9 +1,10 @@
 """Grammars of requests: held at the door, compiled beside the steps, followed row by row."""
 
+import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from concurrent.futures import Future
+from threading import Lock, Thread
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
@@ -23,6 +24,14 @@ from rackmount_registry.plugins import PluginManager
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+T = TypeVar("T")
+
+CHECK_S = 1.0
+"""Most seconds that the door waits for the check of a grammar."""
+
+COMPILE_S = 10.0
+"""Most seconds that a step waits for a grammar, from when its request is admitted."""
 
 
 class Grammars:
@@ -44,7 +53,13 @@ class Grammars:
         self._offer = choose_grammar_backend(config, manager)
         self._options = parse_options(config.plugin_config, manager.offers())
         self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, "grammars")
+        self._lock = Lock()
+        self._made: GrammarBackend | None = None
+
+    def prepare(self) -> None:
+        """Makes the backend in a thread, if requests can have grammars, before the first does."""
+        if self._offer is not None:
+            _in_thread(lambda: self._backend)
 
     def check(self, spec: GrammarSpec) -> None:
         """RequestError, with the reason, for a grammar that no answer can be held to."""
@@ -59,7 +74,14 @@ class Grammars:
                 f"grammar: {offer.name} compiles no {spec.form}; "
                 f"it takes {', '.join(offer.descriptor.forms)}"
             )
-        self._backend.check(spec)
+        backend = self._backend
+        try:
+            _in_thread(lambda: backend.check(spec)).result(CHECK_S)
+        except TimeoutError as error:
+            raise RequestError(
+                f"grammar: the {spec.form} takes more than {CHECK_S:g} s to compile; "
+                "give a simpler one"
+            ) from error
 
     def follow(self, sampling: SamplingRequest, num_prompt_tokens: int) -> "RowGrammar | None":
         """What holds a row to its request's grammar, if it has one. Compiles it in a thread: the
@@ -67,11 +89,18 @@ class Grammars:
         spec = sampling.params.grammar
         if spec is None:
             return None
-        grammar = self._thread.submit(lambda: self._backend.compile(spec))
+        backend = self._backend
+        grammar = _in_thread(lambda: backend.compile(spec))
         return RowGrammar(grammar, sampling, num_prompt_tokens, self.vocab_size)
 
-    @cached_property
+    @property
     def _backend(self) -> GrammarBackend:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+            return self._made
+
+    def _make(self) -> GrammarBackend:
         tokenizer = self._tokenizer()
         if tokenizer is None or self._offer is None:
             raise RequestError("grammar: the model has no tokenizer to say what its tokens mean")
@@ -91,6 +120,7 @@ class RowGrammar:
         vocab_size: int,
     ) -> None:
         self._grammar, self._sampling = grammar, sampling
+        self._deadline = time.monotonic() + COMPILE_S
         self._num_read = num_prompt_tokens
         """Tokens of the row that were the prompt's, or that the matcher has taken."""
         self._min_position = num_prompt_tokens + sampling.params.min_tokens
@@ -121,14 +151,30 @@ class RowGrammar:
             return None
         if self._matcher is None:
             try:
-                self._matcher = self._grammar.result().matcher(self._sampling.end_ids)
-            except RackmountError:  # the request alone fails: no token is left to it
+                patience_s = max(0.0, self._deadline - time.monotonic())
+                grammar = self._grammar.result(patience_s)
+                self._matcher = grammar.matcher(self._sampling.end_ids)
+            except (RackmountError, TimeoutError):  # the request alone fails: it has no token left
                 self._is_lost = True
                 return None
         tokens = history[self._num_read :].tolist()
         self._num_read = len(history)
         self._is_lost = not all(map(self._matcher.accept, tokens)) or self._matcher.is_terminated
         return None if self._is_lost else self._matcher
+
+
+def _in_thread(work: Callable[[], T]) -> "Future[T]":
+    """What `work` gives, from a thread that holds up neither the others nor the process's end."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, name="grammar", daemon=True).start()
+    return future
 
 
 def num_words(vocab_size: int) -> int:

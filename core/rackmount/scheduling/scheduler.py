@@ -44,9 +44,13 @@ class _InFlight:
 
 
 class Scheduler:
-    """Owns the queue, the running requests and the blocks. Not thread-safe."""
+    """Owns the queue, the running requests and the blocks. Not thread-safe.
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    Args:
+        totals: the counters go on from these, of a scheduler that this one takes over from.
+    """
+
+    def __init__(self, config: SchedulerConfig, totals: SchedulerStats | None = None) -> None:
         self.config = config
         self.pool = BlockPool(config.num_blocks)
         self._prefix_cache = PrefixCache(self.pool, config.block_size)
@@ -63,7 +67,8 @@ class Scheduler:
         self._turned_away: tuple[Request | None, int] = (None, 0)
         """The head of the queue when blocks last lacked for it, and how many it takes."""
         self._num_arrivals = 0
-        self._stats = SchedulerStats()
+        self.totals = totals or SchedulerStats()
+        """Its counters alone are kept."""
 
     @property
     def has_requests(self) -> bool:
@@ -82,7 +87,7 @@ class Scheduler:
     @property
     def stats(self) -> SchedulerStats:
         return replace(
-            self._stats,
+            self.totals,
             num_running=self._running.size,
             num_waiting=len(self._waiting),
             kv_usage=self.pool.usage,
@@ -182,7 +187,7 @@ class Scheduler:
             computed_rows, ends = computed_rows[live], ends[live]
         table.token_ids[rows, positions] = sampled
         self._publish(computed_rows, ends)
-        self._stats.total_sampled_tokens += rows.size
+        self.totals.total_sampled_tokens += rows.size
         output = StepOutput(requests=table.requests[rows].tolist(), token_ids=sampled, finished=[])
         self._stop(output, positions + 1, positions == table.max_computed[rows])
         for request in step.leaving:
@@ -264,8 +269,8 @@ class Scheduler:
             counts.append(count)
             budget -= count
             if looked_up:
-                self._stats.total_prefix_queries += token_ids.size
-                self._stats.total_prefix_hits += num_computed
+                self.totals.total_prefix_queries += token_ids.size
+                self.totals.total_prefix_hits += num_computed
         return admitted, counts
 
     def _enter(self, request: Request, token_ids: np.ndarray, num_computed: int) -> RowAdmission:
@@ -303,7 +308,7 @@ class Scheduler:
         table.num_tokens[sample_rows] = positions + 1
         table.num_computed[rows] = ends
         self._in_flight.append(_InFlight(plan, rows, ends, sample_rows, positions))
-        self._stats.total_computed_tokens += plan.total_num_tokens
+        self.totals.total_computed_tokens += plan.total_num_tokens
 
     def _publish(self, rows: np.ndarray, ends: np.ndarray) -> None:
         """Lets the blocks that a finished step filled be found by others."""
@@ -336,7 +341,7 @@ class Scheduler:
         self._leave(request)
         request.state = RequestState.WAITING
         insort(self._waiting, request, key=_order)
-        self._stats.total_preemptions += 1
+        self.totals.total_preemptions += 1
 
     def _leave(self, request: Request) -> None:
         """Takes a request out of its row; row and blocks follow when no step in flight has them."""

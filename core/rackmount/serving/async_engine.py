@@ -108,6 +108,8 @@ class AsyncEngine:
                 )
                 ready = await asyncio.shield(engine._ready)
                 engine._intake = Intake(tokenizer, checkpoint, ready.limits, config, manager)
+                if tokenizer is not None:
+                    engine._intake.grammars.prepare()
             except BaseException:
                 await engine.close()
                 raise

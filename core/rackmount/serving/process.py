@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 
 import zmq
@@ -38,25 +39,23 @@ class CoreProcess:
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.sndhwm = 0  # what is admitted bounds it
         self.socket.rcvhwm = MOST_QUEUED
-        try:
-            self._folder = tempfile.mkdtemp(prefix="rackmount-")
-            address = f"ipc://{Path(self._folder, SOCKET)}"
-            self.socket.bind(address)
-        except (OSError, zmq.ZMQError) as error:
-            self._context.destroy(linger=0)
-            raise RackmountError(f"no socket for the engine core can be made: {error}") from error
-        self._line, its_line = socket.socketpair()
-        self._line.setblocking(False)
-        arguments = (address, its_line.fileno(), os.getpid())
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", CODE.format(path=sys.path, arguments=arguments)],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # this process's output is its own
-            pass_fds=(its_line.fileno(),),
-            start_new_session=True,  # what is typed at a terminal goes to this process alone
-        )
-        its_line.close()
-        self._end = weakref.finalize(self, _end, self._process, self._line, self._folder)
+        with ExitStack() as undo:
+            undo.callback(self._context.destroy, linger=0)
+            try:
+                self._folder = tempfile.mkdtemp(prefix="rackmount-")
+                undo.callback(self.hide_socket)
+                address = f"ipc://{Path(self._folder, SOCKET)}"
+                self.socket.bind(address)
+            except (OSError, zmq.ZMQError) as error:
+                text = f"no socket for the engine core can be made: {error}"
+                raise RackmountError(text) from error
+            self._line, its_line = socket.socketpair()
+            undo.callback(self._line.close)
+            self._line.setblocking(False)
+            with its_line:
+                self._process = _start(address, its_line)
+            self._end = weakref.finalize(self, _end, self._process, self._line, self._folder)
+            undo.pop_all()
 
     @property
     def pid(self) -> int:
@@ -96,6 +95,17 @@ class CoreProcess:
         """Kills the process if it still runs. May be called twice."""
         self._end()
         self._context.destroy(linger=0)
+
+
+def _start(address: str, line: socket.socket) -> subprocess.Popen[bytes]:
+    arguments = (address, line.fileno(), os.getpid())
+    return subprocess.Popen(
+        [sys.executable, "-c", CODE.format(path=sys.path, arguments=arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=2,  # this process's output is its own
+        pass_fds=(line.fileno(),),
+        start_new_session=True,  # what is typed at a terminal goes to this process alone
+    )
 
 
 def _end(process: subprocess.Popen[bytes], line: socket.socket, folder: str) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Collection
 from functools import cached_property
+from threading import Lock
 
 import numpy as np
 import xgrammar
@@ -17,6 +18,10 @@ NUM_THREADS = 4
 """Of one compilation."""
 CACHE_BYTES = 2**28
 """Of compiled grammars that are kept."""
+MAX_CHOICES = 1000
+MAX_BYTES = {"json_schema": 2**15, "regex": 2**11, "choice": 2**14, "ebnf": 2**14}
+"""Of a grammar's text, by form: compile time grows with its square. Where nothing but the length
+makes them slow, grammars of these sizes compile in 0.2 s or so."""
 MAX_WHITESPACE = 32
 """Most characters of white space in one place of JSON: a model that is lost may else write nothing
 but these."""
@@ -32,14 +37,17 @@ class XGrammar:
 
     def __init__(self, context: GrammarContext) -> None:
         self._context = context
+        self._lock = Lock()
+        """The vocabulary is read once, whoever asks first."""
 
     def check(self, spec: GrammarSpec) -> None:
         self._bytes.compile(spec)
 
     def compile(self, spec: GrammarSpec) -> "XGrammarGrammar":
-        if spec.json_object or spec.json_schema is not None:
-            return self._json_tokens.compile(spec)
-        return self._tokens.compile(spec)
+        with self._lock:
+            is_json = spec.json_object or spec.json_schema is not None
+            compiler = self._json_tokens if is_json else self._tokens
+        return compiler.compile(spec)
 
     @cached_property
     def _bytes(self) -> "Compiler":
@@ -66,6 +74,7 @@ class Compiler:
 
     def compile(self, spec: GrammarSpec) -> "XGrammarGrammar":
         """RequestError where xgrammar does not, or cannot, keep an answer to it."""
+        _check_size(spec)
         if spec.json_schema is not None:
             check_schema(spec.json_schema)
         try:
@@ -118,6 +127,17 @@ class XGrammarMatcher:
         for token_id in self._end_ids:
             word, bit = token_id // 32, np.uint32(1 << token_id % 32)
             words[word] = words[word] | bit if may_end else words[word] & ~bit
+
+
+def _check_size(spec: GrammarSpec) -> None:
+    if spec.choice is not None and len(spec.choice) > MAX_CHOICES:
+        raise RequestError(f"choice: {len(spec.choice)} texts; at most {MAX_CHOICES} are taken")
+    text = spec.json_schema or spec.regex or spec.ebnf or "".join(spec.choice or ())
+    num_bytes = len(text.encode())
+    if text and num_bytes > MAX_BYTES[spec.form]:
+        raise RequestError(
+            f"{spec.form}: {num_bytes} bytes of text; at most {MAX_BYTES[spec.form]} are taken"
+        )
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:

@@ -15,6 +15,9 @@ from rackmount_registry.errors import RequestError
 MAX_DEPTH = 64
 """Of schemas in schemas: compile time grows much faster than it."""
 
+MAX_MULTIPLE = 1024
+"""A larger `multipleOf` is passed over."""
+
 PASSED_OVER = frozenset(
     {
         "$dynamicRef",
@@ -147,6 +150,8 @@ def _type_problems(schema: dict[str, Any], rules: list[str]) -> Iterator[str]:
         ranges = [key for key in OF_TYPE["number"][:-1] if key in schema]
         if "number" in types or ranges:
             yield "'multipleOf' is supported for integers without a range alone"
+        elif schema["multipleOf"] not in range(1, MAX_MULTIPLE + 1):
+            yield f"'multipleOf' is supported from 1 to {MAX_MULTIPLE}"
 
 
 def _types(schema: Any) -> frozenset[str]:
