@@ -3,11 +3,16 @@
 import asyncio
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 from tests.helpers.fake_engine import FakeEngine, ask, asked, fake_app
+
+from rackmount import SamplingParams, Sequence, TextChunk
+from rackmount.engine.core import Event
+from rackmount_server.metrics import Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 PATH = "/v1/completions"
@@ -67,6 +72,24 @@ def test_a_first_token_is_timed_from_the_arrival_of_the_request() -> None:
         for name in ("time_to_first_token", "e2e_request_latency")
     )
     assert 0.2 <= first <= whole < 5
+
+
+def test_gaps_between_tokens_are_those_of_their_coming_not_of_their_reading() -> None:
+    """Three tokens that come 0, 50 and 10 ms after one another and are read as one chunk."""
+    metrics = Metrics(fake_engine := FakeEngine(), "m")
+    sequence = Sequence("0", 0, 0, [65], SamplingParams(max_tokens=3), fake_engine.tokenizer)
+    chunks: list[TextChunk] = []
+    sequence.sink = chunks.append
+    watch = metrics.watch(sequence)
+    for token_id, wait in ((66, 0), (67, 0.05), (68, 0.01)):
+        time.sleep(wait)
+        sequence.take(Event(request_id="0", token_id=token_id, queue_s=0.1, prefill_s=0.2))
+    time.sleep(0.3)
+    for chunk in chunks:
+        watch.take(chunk)
+    found = samples(metrics.text().decode())
+    assert found["rackmount:inter_token_latency_seconds_count"] == 2
+    assert 0.06 <= found["rackmount:inter_token_latency_seconds_sum"] < 0.2
 
 
 def test_the_schedulers_figures_are_the_cores() -> None:

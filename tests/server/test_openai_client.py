@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -155,3 +156,19 @@ def test_an_answer_is_held_to_its_grammar(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         client.completions.create(**asked, extra_body={"guided_regex": "("})
     assert refused.value.param == "guided_regex"
+
+
+def test_equal_requests_at_once_have_answers_of_their_own(client: openai.OpenAI) -> None:
+    asked = {"model": "m", "prompt": "A", "max_tokens": 20, "temperature": 0}
+    with ThreadPoolExecutor(4) as pool:
+        replies = list(pool.map(lambda _: client.completions.create(**asked), range(4)))
+    assert len({reply.id for reply in replies}) == 4
+    assert {reply.choices[0].text for reply in replies} == {ANSWER}
+
+
+@pytest.mark.parametrize("top_k", [-1, 0, 1, 5, 100_000])
+def test_top_k_may_be_off_one_or_above_the_vocabulary(client: openai.OpenAI, top_k: int) -> None:
+    reply = client.completions.create(
+        model="m", prompt="A", max_tokens=20, temperature=0, extra_body={"top_k": top_k}
+    )
+    assert reply.choices[0].text == ANSWER

@@ -28,6 +28,7 @@ def refused(body: Any, path: str = COMPLETION) -> Any:
     [
         ({"temprature": 1}, "temprature"),
         ({"suffix": "x"}, "suffix"),
+        ({"request_id": "mine"}, "request_id"),
         ({"best_of": 2}, "best_of"),
         ({"store": True}, "store"),
         ({"service_tier": "flex"}, "service_tier"),
@@ -92,13 +93,30 @@ def test_a_bad_field_of_a_chat_is_named(fields: dict[str, Any], param: str | Non
         assert error["param"] == param
 
 
-@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "temperature",
+        "top_p",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+    ],
+)
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
 def test_numbers_that_are_not_finite_are_refused(name: str, value: str) -> None:
     body = f'{{"prompt": "A", "{name}": {value}}}'.encode()
     engine = FakeEngine()
     reply = ask(fake_app(engine), COMPLETION, body, headers=JSON)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, name)
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity"])
+def test_a_bias_that_is_not_finite_is_refused(value: str) -> None:
+    body = f'{{"prompt": "A", "logit_bias": {{"66": {value}}}}}'.encode()
+    reply = ask(fake_app(FakeEngine()), COMPLETION, body, headers=JSON)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "logit_bias")
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ class Sequence:
         self.first_token_at: float | None = None
         self.last_token_at: float | None = None
         """When they were taken, by the clock of `arrived_at`."""
+        self.gaps: list[float] | None = None
+        """Seconds between its tokens, for whoever sets a list here, and empties it."""
         self.queue_s: float | None = None
         self.prefill_s: float | None = None
         """See `Event`; None before the first token."""
@@ -96,10 +98,13 @@ class Sequence:
         )
 
     def _note_time(self, event: Event) -> None:
-        self.last_token_at = time.monotonic()
+        now = time.monotonic()
         if self.first_token_at is None:
-            self.first_token_at = self.last_token_at
+            self.first_token_at = now
             self.queue_s, self.prefill_s = event.queue_s, event.prefill_s
+        elif self.gaps is not None and self.last_token_at is not None:
+            self.gaps.append(now - self.last_token_at)
+        self.last_token_at = now
 
     def _push(self, event: Event) -> str:
         if self._stream is None or event.token_id is None:

@@ -4,7 +4,6 @@ All times are differences of this process's monotonic clock, or durations that t
 The first token's time counts from the arrival of the request; what preemption costs is inside.
 """
 
-import time
 from collections import deque
 from collections.abc import Iterator
 
@@ -97,18 +96,19 @@ class Watch:
     def __init__(self, metrics: Metrics, sequence: Sequence) -> None:
         self.sequence = sequence
         self._metrics = metrics
-        self._last_at: float | None = None
-        self._ended = False
+        self._gaps: list[float] = []
+        self._has_begun = self._ended = False
+        sequence.gaps = self._gaps
 
     def take(self, chunk: TextChunk) -> None:
         """A chunk that came now."""
         if num_tokens := len(chunk.token_ids):
-            now, last_at = time.monotonic(), self._last_at
-            if last_at is None:
+            if not self._has_begun:
+                self._has_begun = True
                 self._begin()
-            else:
-                self._metrics.observe("inter_token_latency_seconds", (now - last_at) / num_tokens)
-            self._last_at = now
+            for gap in self._gaps:  # as tokens came, whenever the client reads them
+                self._metrics.observe("inter_token_latency_seconds", gap)
+            self._gaps.clear()
             self._metrics.count(0, num_tokens)
         if chunk.finish_reason is not None:
             self._end(chunk.finish_reason)
