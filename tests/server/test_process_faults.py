@@ -117,7 +117,7 @@ def test_a_killed_worker_turns_health_red_and_everyone_is_told(wide: Path, rank:
 
 
 @pytest.mark.usefixtures("shared_memory")
-def test_a_stopped_core_does_not_stop_health_from_answering(model: Path) -> None:
+def test_a_stopped_core_turns_health_red_and_does_not_stop_it_from_answering(model: Path) -> None:
     with served(model, *ROOM) as server:
         core = core_of(server)
         core.suspend()
@@ -125,6 +125,7 @@ def test_a_stopped_core_does_not_stop_health_from_answering(model: Path) -> None
             began = time.monotonic()
             assert server.status("/health") in (200, 503)
             assert time.monotonic() - began < IN_TIME_S
+            await_true(lambda: server.status("/health") == 503, IN_TIME_S)
             server.signal(signal.SIGTERM)
             server.await_end(45)
         finally:
