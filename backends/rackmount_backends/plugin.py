@@ -7,6 +7,8 @@ from rackmount_registry.descriptors import AttentionBackend, LinearKernel, OpSet
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NARROW = ("bfloat16", "float16")
+QUANTIZED = ("int8_rows", "fp8_rows", "fp8_blocks", "int4_groups", "int8_groups")
+"""All weight formats but "dense"."""
 TRITON = (Requirement(module="triton", install="pip install 'triton>=3.6'"),)
 OPS = (
     "rms_norm",
@@ -195,11 +197,11 @@ def linear_kernels() -> list[LinearKernel]:
             ),
         ),
         LinearKernel(
-            name="torch-int8",
+            name="dequantize",
             factory="rackmount_backends.torch_linear:DequantizedLinear",
             summary="torch's linear on weights that are dequantized in every call",
             band="reference",
             graph_safe=True,
-            cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, weight_formats=("int8_rows",)),),
+            cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, weight_formats=QUANTIZED),),
         ),
     ]

@@ -60,6 +60,8 @@ class W8Scheme:
     `gate_up_proj`), which stands for all its parts; a pattern is held against the parts alone.
     """
 
+    kv_cache = None
+
     def __init__(self, config: ConfigReader) -> None:
         """
         Raises:

@@ -7,7 +7,7 @@ specified here.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -16,14 +16,21 @@ from torch import Tensor
 Role = Literal["linear", "expert", "router", "head"]
 """What a weight is for: schemes treat routers and heads apart."""
 
+Activation = Literal["plain", "token", "tensor", "group"]
+"""How a scheme rounds a product's input to the weight's type: not at all; with a scale for each
+token; with one static scale; with a scale for each token and 128 columns."""
+
+BLOCK = 128
+"""Rows and columns of a weight that share a scale in "fp8_blocks"."""
+
 
 @dataclass(frozen=True)
 class Dim:
     """A dimension of a stored tensor.
 
     `axis` "out" or "in" follows the weight's rows or columns, one entry per `per` of them, rounded
-    up at the end; "part" has one entry for each logical weight of a fused one; "fixed" has `per`
-    entries, alike on all ranks.
+    up at the end; "part" has one entry for each logical weight of a fused one, whose own tensor
+    need not have that dimension; "fixed" has `per` entries, alike on all ranks.
     """
 
     axis: Literal["out", "in", "part", "fixed"]
@@ -38,6 +45,8 @@ class Slot:
     dims: tuple[Dim, ...]
     dtype: str | None = None
     """None: the model's dtype."""
+    optional: bool = False
+    """The checkpoint may lack it, for all parts or for none; `finish` is then given none."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +61,12 @@ class Weight:
     tensors: Mapping[str, Tensor]
     parts: tuple[int, ...]
     in_features: int
+    group: int = 0
+    """Stored columns that share a scale, in formats with groups."""
+    activation: Activation = "plain"
+    """How the scheme rounds the input of products. A kernel may round so, with "tensor" by the
+    tensor "input_scale" float32 [1] (x = rounded * scale); or leave the input as it is, which is
+    more exact."""
 
     @property
     def out_features(self) -> int:
@@ -67,8 +82,11 @@ class Weight:
 
     def expert(self, index: int) -> "Weight":
         """One expert of a bundle."""
-        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
-        return Weight(self.format, tensors, self.parts, self.in_features)
+        tensors = {
+            name: tensor if name == "input_scale" else tensor[index]
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=tensors)
 
 
 @dataclass(frozen=True)
@@ -80,6 +98,61 @@ class WeightFormat:
     """Name -> shape and meaning."""
     dequantize: Callable[[Weight], Tensor]
 
+
+def _scaled_rows(weight: Weight) -> Tensor:
+    return weight.tensors["values"].float() * weight.tensors["scales"].unsqueeze(-1)
+
+
+def _scaled_blocks(weight: Weight) -> Tensor:
+    """Every part begins a row of blocks; its last one may be cut off."""
+    values = weight.tensors["values"].float()
+    rows = torch.cat(
+        [torch.arange(size) // BLOCK + first for size, first in _block_rows(weight.parts)]
+    ).to(values.device)
+    columns = torch.arange(values.shape[-1], device=values.device) // BLOCK
+    scales = weight.tensors["scales"].index_select(-2, rows).index_select(-1, columns)
+    return values * scales
+
+
+def _block_rows(parts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Rows of each part, and its first row of blocks."""
+    counts = [-(-size // BLOCK) for size in parts]
+    return [(size, sum(counts[:index])) for index, size in enumerate(parts)]
+
+
+def unpack_int4(words: Tensor) -> Tensor:
+    """int32 [..., W] -> uint8 [..., 8 W]: the lowest four bits of a word come first."""
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 15).to(torch.uint8).flatten(-2)
+
+
+def _scaled_groups(weight: Weight) -> Tensor:
+    tensors, scales = weight.tensors, weight.tensors["scales"].float()
+    values = tensors["values"]
+    order, middle = tensors.get("order"), 128.0
+    if weight.format == "int4_groups":
+        values, middle = unpack_int4(values), 8.0
+    stored = weight.in_features if order is None else order.shape[-1]
+    group = torch.arange(stored, device=values.device) // weight.group
+    zeros = (
+        tensors["zeros"].float() if "zeros" in tensors else scales.new_full(scales.shape, middle)
+    )
+    zeros, scales = zeros.index_select(-1, group), scales.index_select(-1, group)
+    dense = (values[..., :stored].float() - zeros) * scales
+    if order is None:
+        return dense
+    where = order.long().where(order >= 0, weight.in_features)  # one column more, for padding
+    where = where.unsqueeze(-2).expand(dense.shape)
+    spread = dense.new_zeros(*dense.shape[:-1], weight.in_features + 1)
+    return spread.scatter_(-1, where, dense)[..., :-1].contiguous()
+
+
+_GROUPS = {
+    "scales": "float16, bfloat16 or float32 [out, G], one for each `group` of the S stored columns",
+    "zeros": "optional uint8 [out, G]: the value that stands for 0; absent: the middle one",
+    "order": "optional int32 [S]: the input that a stored column is multiplied with; -1: none, the "
+    "column is padding; absent: S is `in`, and columns stand in order",
+}
 
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
     spec.name: spec
@@ -95,7 +168,38 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = {
                 "values": "int8 [out, in]",
                 "scales": "float32 [out]; row r of the weight is values[r] * scales[r]",
             },
-            lambda w: w.tensors["values"].to(torch.float32) * w.tensors["scales"].unsqueeze(-1),
+            _scaled_rows,
+        ),
+        WeightFormat(
+            "fp8_rows",
+            {
+                "values": "float8_e4m3fn [out, in]",
+                "scales": "float32 [out]; row r of the weight is values[r] * scales[r]",
+            },
+            _scaled_rows,
+        ),
+        WeightFormat(
+            "fp8_blocks",
+            {
+                "values": "float8_e4m3fn [out, in]",
+                "scales": "float32 [block rows, ceil(in / 128)], one for each block of 128 x 128; "
+                "every part begins a block row of its own",
+            },
+            _scaled_blocks,
+        ),
+        WeightFormat(
+            "int4_groups",
+            {
+                "values": "int32 [out, ceil(S / 8)]: stored column j is bits 4 (j % 8) to "
+                "4 (j % 8) + 3 of word j // 8, 0 to 15, and stands for (value - zero) * scale",
+                **_GROUPS,
+            },
+            _scaled_groups,
+        ),
+        WeightFormat(
+            "int8_groups",
+            {"values": "uint8 [out, S], each for (value - zero) * scale", **_GROUPS},
+            _scaled_groups,
         ),
     )
 }
@@ -111,7 +215,11 @@ class StoredFormat:
     """Name of the weight format that `finish` gives: known before any tensor is read."""
     finish: Callable[[Mapping[str, Tensor], tuple[int, ...], int], Weight] = field(compare=False)
     """`finish(tensors by suffix, parts, in_features)`. Acts on the last dimensions: a bundle of
-    experts comes with a leading one. Tensors keep their addresses where nothing is converted."""
+    experts comes with a leading one. Tensors keep their addresses where nothing is converted.
+    Raises `CheckpointError` with the rule that values break; the mount adds the layer."""
+    encode: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
+    """`encode(weight [out, in])`, whole and in plain floats -> the tensors that a checkpoint stores
+    for it, rounded to nearest. None: the format is only read."""
 
 
 def _finish_dense(
@@ -124,8 +232,20 @@ DENSE = StoredFormat("dense", (Slot("weight", (Dim("out"), Dim("in"))),), "dense
 """A plain matrix in the model's dtype: what every weight is unless a scheme says otherwise."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KVCacheScheme:
+    """How a checkpoint wants its KV cache stored."""
+
+    dtype: Literal["float8_e4m3fn"] = "float8_e4m3fn"
+    per: Literal["tensor", "head"] = "tensor"
+    """What has a scale of its own: a layer's keys or values, or each head of them."""
+
+
 class QuantizationScheme(Protocol):
     """Says for each logical weight how the checkpoint stores it."""
+
+    kv_cache: KVCacheScheme | None
+    """None: the checkpoint says nothing about it."""
 
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
         """The format of the weight `name` (without ".weight") of whole shape [out, in]; None for

@@ -9,7 +9,7 @@ enter `auto` only where their distribution is opted in, and `auto` waits for no 
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -249,6 +249,34 @@ def choose(
         would = ", ".join(offer.name for offer in fitting) or "none"
         raise SelectionError(f"{kind} {refused}. Would fit: {would}", candidates)
     return Choice(kind=kind, requested=requested, winner=winner, why=why, candidates=candidates)
+
+
+def choose_each(
+    kind: str,
+    offers: Sequence[Offer[C]],
+    demands: Mapping[str, Demand],
+    requested: str = AUTO,
+    opted_in: Collection[str] = frozenset(),
+    broken: Sequence[BrokenPlugin] = (),
+) -> dict[str, Choice[C]]:
+    """One part for each of `demands`, by its name. The requested one serves all that it fits;
+    `auto` finds the rest.
+
+    Raises:
+        SelectionError: the requested part is unknown or contested, or fits none of them.
+    """
+    choices, refused = {}, {}
+    for name, demand in demands.items():
+        try:
+            choices[name] = choose(kind, offers, demand, requested, opted_in, broken)
+        except SelectionError as error:
+            refused[name] = error
+    if refused and not choices:
+        raise next(iter(refused.values()))
+    for name in refused:
+        choice = choose(kind, offers, demands[name], AUTO, opted_in, broken)
+        choices[name] = replace(choice, why=f"{requested} does not take it; {choice.why}")
+    return {name: choices[name] for name in demands}
 
 
 def choose_ops(

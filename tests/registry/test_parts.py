@@ -11,12 +11,14 @@ from torch import nn
 
 from rackmount_moe.local import LocalDispatcher
 from rackmount_moe.torch_experts import TorchExperts
+from rackmount_quant.w8 import INT8_ROWS
 from rackmount_registry import hookimpl
 from rackmount_registry.axes import Axis, Cut, Mesh, Solo
 from rackmount_registry.capabilities import Cell, Demand
 from rackmount_registry.descriptors import LinearKernel, OpSet
 from rackmount_registry.errors import PluginError, SelectionError
 from rackmount_registry.experts import DispatchContext
+from rackmount_registry.formats import StoredFormat
 from rackmount_registry.mount import Draft, assemble, select_parts
 from rackmount_registry.nn import Attention, Embedding, Experts, GatedMLP, Linear, Norm, Routing
 from rackmount_registry.ops import OPS, STEP_OPS
@@ -112,8 +114,27 @@ def test_a_demand_that_no_kernel_meets_is_refused_when_it_is_loaded() -> None:
 
 
 def test_a_part_asked_for_by_name_is_refused_at_once_if_it_does_not_serve() -> None:
-    with pytest.raises(SelectionError, match=r"torch-int8 .*weight_format=dense is not one of"):
-        select_parts(plugins(), dense(), CPU, requested={"linear_kernel": "torch-int8"})
+    with pytest.raises(SelectionError, match=r"dequantize .*weight_format=dense is not one of"):
+        select_parts(plugins(), dense(), CPU, requested={"linear_kernel": "dequantize"})
+
+
+def test_a_kernel_asked_for_serves_the_formats_that_it_takes_and_auto_the_rest() -> None:
+    class Some:
+        kv_cache = None
+
+        def format_for(self, name: str, *rest: object) -> StoredFormat | None:
+            return INT8_ROWS if name == "0" else None
+
+    both = draft_module(
+        lambda: nn.Sequential(Linear(4, 4), Linear(4, 4)),
+        dtype=torch.float32,
+        scheme=Some(),  # type: ignore[arg-type]
+    )
+    choice = select_parts(plugins(), both, CPU, requested={"linear_kernel": "dequantize"})
+    assert choice.linear["int8_rows"].require().name == "dequantize"
+    assert choice.linear["int8_rows"].why == "requested"
+    assert choice.linear["dense"].require().name == "torch"
+    assert choice.linear["dense"].why.startswith("dequantize does not take it; ")
 
 
 TORCH_OPS = "rackmount_backends.torch_ops:TORCH_OPS"

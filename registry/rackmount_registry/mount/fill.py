@@ -2,6 +2,7 @@
 tensor; or drawn at random, where speed alone is of interest."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
@@ -13,7 +14,7 @@ from rackmount_registry.errors import CheckpointError, ConfigError
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.nn.embedding import OutputHead
-from rackmount_registry.nn.storage import Piece, Storage
+from rackmount_registry.nn.storage import Piece, Source, Storage, StoredWeight
 
 MAX_LISTED = 8
 COMPARED_AT_ONCE = 2**22
@@ -36,13 +37,16 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
     storages = list(draft.storages())
-    _account(draft, storages, checkpoint)
+    sources = _account(draft, storages, checkpoint)
+    storages = [storage for storage in storages if not storage.is_absent]
     total = sum(storage.num_bytes(draft.dtype) for storage in storages)
     done = read = 0
     for storage in storages:
         storage.allocate(mounted.device, draft.dtype)
-        for piece in storage.pieces:
-            read += _read(checkpoint, piece, storage)
+        found = [sources[piece.name] for piece in storage.pieces]
+        for piece, source in zip(storage.pieces, found, strict=True):
+            read += _read(checkpoint, source, storage.tensor[piece.where])
+        storage.files = tuple({checkpoint.tensors[source.name].file for source in found})
         done += storage.num_bytes(draft.dtype)
         report("load", done, total)
     _finish(draft)
@@ -53,30 +57,67 @@ def fill_randomly(mounted: Mounted, seed: int) -> None:
     """Gives every weight of this rank random numbers N(0, 0.02), and norms the scale 1.
 
     A tensor's numbers follow from `seed`, its name and its shape, so every run draws the same on
-    one kind of device, and ranks hold shares of one model. A tied head stays tied. Nothing is read.
+    one kind of device, and ranks hold shares of one model. A tied head stays tied. A quantized
+    weight is one drawn so and rounded as its format's `encode` does. Nothing is read.
 
     Raises:
-        ConfigError: quantized weights; random bits are no weights.
+        ConfigError: tensors that are no plain floats, of a format that cannot be encoded.
         CheckpointError: a tensor of the model that is not in a socket.
     """
     draft = mounted.draft
-    storages = list(draft.storages())
-    if quantized := [s.pieces[0].name for s in storages if not _is_drawable(s.dtype)]:
-        raise ConfigError(
-            "random weights are plain floats alone, and these are quantized: "
-            f"{_listed(quantized)}; leave the quantization out of config.json"
-        )
+    weights = [weight for socket in draft.sockets for weight in socket.weights()]
+    encoded = [weight for weight in weights if weight.stored.encode is not None]
+    inside = {id(storage) for weight in encoded for storage in weight.storages.values()}
+    plain = [storage for storage in draft.storages() if id(storage) not in inside]
+    _require_drawable(plain)
     random = torch.Generator(mounted.device)
-    for storage in storages:
+    for weight in encoded:
+        _encode_random(weight, mounted, random, seed)
+    for storage in plain:
         storage.allocate(mounted.device, draft.dtype)
         for piece in storage.pieces:
             _draw(piece, storage.tensor[piece.where], random, seed)
     _finish(draft)
 
 
-def _is_drawable(dtype: str | None) -> bool:
-    """Whether `dtype` is the model's own, or a float of 16 bits or more."""
-    return dtype is None or (getattr(torch, dtype).is_floating_point and "float8" not in dtype)
+def _require_drawable(storages: Iterable[Storage]) -> None:
+    """Random bits are weights only as the model's own floats, or floats of 16 bits or more."""
+    quantized = [
+        storage.pieces[0].name
+        for storage in storages
+        if storage.dtype is not None
+        and (
+            not getattr(torch, storage.dtype).is_floating_point
+            or storage.dtype.startswith("float8")
+        )
+    ]
+    if quantized:
+        raise ConfigError(
+            "random weights are plain floats, or of formats that can be encoded, and these are "
+            f"quantized: {_listed(quantized)}; leave the quantization out of config.json"
+        )
+
+
+def _encode_random(
+    weight: StoredWeight, mounted: Mounted, random: torch.Generator, seed: int
+) -> None:
+    """Fills the storages of one quantized weight."""
+    encode, dtype = weight.stored.encode, mounted.draft.dtype
+    assert encode is not None
+    for index, part in enumerate(weight.logical):
+        _seed(random, seed, f"{part.name}.weight")
+        dense = torch.empty(part.shape, dtype=dtype, device=mounted.device)
+        tensors = encode(dense.normal_(0, RANDOM_STD, generator=random))
+        for suffix, storage in weight.storages.items():
+            storage.is_absent = suffix not in tensors
+            if storage.is_absent:
+                continue
+            if not index:
+                storage.allocate(mounted.device, dtype)
+            piece = storage.pieces[index]
+            whole = tensors[suffix].reshape(piece.shape)
+            target = storage.tensor[piece.where]
+            target.copy_(whole[piece.index].reshape(target.shape))
 
 
 def _draw(piece: Piece, target: Tensor, random: torch.Generator, seed: int) -> None:
@@ -84,8 +125,7 @@ def _draw(piece: Piece, target: Tensor, random: torch.Generator, seed: int) -> N
     if len(piece.shape) == 1 and piece.name.endswith(".weight"):
         target.fill_(1)
         return
-    digest = blake2b(f"{seed} {piece.name}".encode(), digest_size=8).digest()
-    random.manual_seed(int.from_bytes(digest) >> 1)
+    _seed(random, seed, piece.name)
     if target.dim() > len(piece.shape):
         target = target[0]  # one of the experts
     if target.shape == piece.shape and target.is_contiguous():
@@ -93,6 +133,11 @@ def _draw(piece: Piece, target: Tensor, random: torch.Generator, seed: int) -> N
     else:
         whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
         target.copy_(whole.normal_(0, RANDOM_STD, generator=random)[piece.index])
+
+
+def _seed(random: torch.Generator, seed: int, name: str) -> None:
+    digest = blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
+    random.manual_seed(int.from_bytes(digest) >> 1)
 
 
 def _finish(draft: Draft) -> None:
@@ -135,24 +180,33 @@ def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
     )
 
 
-def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> None:
-    """Every tensor of the checkpoint against every piece of the model."""
+def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> dict[str, Source]:
+    """Every tensor of the checkpoint against every piece of the model: where each piece is, by its
+    name. Marks optional storages that are not there as absent."""
     model, sockets = draft.model, draft.sockets
-    wanted: dict[str, tuple[Piece, Storage]] = {}
+    found: dict[str, Source] = {}
+    missing: list[str] = []
+    names = Counter(piece.name for storage in storages for piece in storage.pieces)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise CheckpointError(f"{type(model).__name__} stores {_listed(twice)} in two sockets")
     for storage in storages:
-        for piece in storage.pieces:
-            if piece.name in wanted:
-                raise CheckpointError(f"{type(model).__name__} stores {piece.name} in two sockets")
-            wanted[piece.name] = piece, storage
-    missing = sorted(wanted.keys() - checkpoint.tensors.keys())
+        there = {piece.name: _find(piece, checkpoint) for piece in storage.pieces}
+        storage.is_absent = storage.optional and not any(there.values())
+        if storage.is_absent:
+            continue
+        found |= {name: source for name, source in there.items() if source is not None}
+        missing += [name for name, source in there.items() if source is None]
+        for source in filter(None, there.values()):
+            _check(source, checkpoint.tensors[source.name], storage.dtype)
     if missing:
         files = sorted({info.file for info in checkpoint.tensors.values()})
         raise CheckpointError(
             f"{len(missing)} tensors that the model needs are not in the checkpoint "
-            f"({_listed(files)}): {_listed(missing)}"
+            f"({_listed(files)}): {_listed(sorted(missing))}"
         )
     answered = {name for socket in sockets for name in socket.answers_for()}
-    extra = sorted(checkpoint.tensors.keys() - wanted.keys() - answered)
+    read = {source.name for source in found.values()}
+    extra = sorted(checkpoint.tensors.keys() - read - answered)
     rules: Mapping[str, str] = getattr(model, "ignored", {})
     unknown = [
         f"{name} in {checkpoint.tensors[name].file}"
@@ -164,17 +218,26 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> N
             f"{len(unknown)} tensors of the checkpoint are neither used by {type(model).__name__} "
             f"nor ignored by one of its rules: {_listed(unknown)}"
         )
-    for name, (piece, storage) in wanted.items():
-        _check(name, checkpoint.tensors[name], piece, storage.dtype)
+    return found
 
 
-def _check(name: str, info: TensorInfo, piece: Piece, dtype: str | None) -> None:
-    """One tensor against its place: equal shape, no change between integers and floats, and no
-    floats that need a scale."""
-    if info.shape != piece.shape and not (info.shape == () and piece.shape == (1,)):
+def _find(piece: Piece, checkpoint: Checkpoint) -> Source | None:
+    """The one of its places that the checkpoint has."""
+    there = [source for source in piece.sources if source.name in checkpoint.tensors]
+    if len(there) > 1:
+        both = " and as ".join(f"{s.name} in {checkpoint.tensors[s.name].file}" for s in there)
+        raise CheckpointError(f"the checkpoint stores {piece.name} as {both}; one must go")
+    return there[0] if there else None
+
+
+def _check(source: Source, info: TensorInfo, dtype: str | None) -> None:
+    """One tensor against its place: equal shape up to dimensions of size one, no change between
+    integers and floats, and no floats that need a scale."""
+    name = source.name
+    if _squeezed(info.shape) != _squeezed(source.shape):
         raise CheckpointError(
             f"{name} in {info.file} has shape {list(info.shape)}, "
-            f"the model needs {list(piece.shape)}"
+            f"the model needs {list(source.shape)}"
         )
     if info.dtype != dtype and (_is_integral(info.dtype) or _is_integral(dtype)):
         raise CheckpointError(
@@ -188,17 +251,27 @@ def _check(name: str, info: TensorInfo, piece: Piece, dtype: str | None) -> None
         )
 
 
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size != 1)
+
+
 def _is_integral(dtype: str | None) -> bool:
     """Whether `dtype` names an integer type of torch; a reader's own formats decode to floats."""
     known = getattr(torch, dtype or "", None)
     return isinstance(known, torch.dtype) and not known.is_floating_point
 
 
-def _read(checkpoint: Checkpoint, piece: Piece, storage: Storage) -> int:
+def _read(checkpoint: Checkpoint, source: Source, target: Tensor) -> int:
     """Copies one piece and returns the bytes read."""
-    target = storage.tensor[piece.where]
-    scalar = not checkpoint.tensors[piece.name].shape
-    data = checkpoint.read(piece.name, None if scalar else piece.index)
+    shape = checkpoint.tensors[source.name].shape
+    index: tuple[slice, ...] | None = source.index
+    if not shape:
+        index = None
+    elif shape != source.shape:
+        sizes = zip(source.shape, source.index, strict=True)
+        cuts = iter([cut for size, cut in sizes if size != 1])
+        index = tuple(slice(0, 1) if size == 1 else next(cuts) for size in shape)
+    data = checkpoint.read(source.name, index)
     target.copy_(data.reshape(target.shape))
     return data.nbytes
 

@@ -19,7 +19,13 @@ from rackmount_registry.offers import Offer
 from rackmount_registry.ops import OPS, STEP_OPS, Ops
 from rackmount_registry.options import GivenOptions, instantiate
 from rackmount_registry.plugins import PluginManager
-from rackmount_registry.selection import Choice, ExpertsChoice, choose, choose_experts, choose_ops
+from rackmount_registry.selection import (
+    Choice,
+    ExpertsChoice,
+    choose_each,
+    choose_experts,
+    choose_ops,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,17 +142,14 @@ def select_parts(
             opted_in,
             manager.broken,
         ),
-        linear={
-            form: choose(
-                LinearKernelDescriptor.kind,
-                kernels,
-                replace(demand, weight_format=form),
-                asked.get(LinearKernelDescriptor.kind, "auto"),
-                opted_in,
-                manager.broken,
-            )
-            for form in sorted(formats["linear"])
-        },
+        linear=choose_each(
+            LinearKernelDescriptor.kind,
+            kernels,
+            {form: replace(demand, weight_format=form) for form in sorted(formats["linear"])},
+            asked.get(LinearKernelDescriptor.kind, "auto"),
+            opted_in,
+            manager.broken,
+        ),
         experts={
             form: choose_experts(
                 manager.offers(ExpertKernelDescriptor.kind),

@@ -7,33 +7,68 @@ from math import prod
 import torch
 
 from rackmount_registry.axes import Axis, Cut, Mesh, size_of
-from rackmount_registry.errors import ConfigError
-from rackmount_registry.formats import Dim, Role, StoredFormat, Weight
+from rackmount_registry.errors import CheckpointError, ConfigError
+from rackmount_registry.formats import DENSE, Dim, Role, StoredFormat, Weight
 
 Index = tuple[slice, ...]
+MAX_NAMED = 4
+"""Logical weights that an error names."""
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One checkpoint tensor's share in a storage."""
+class Source:
+    """A place in a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
-    """Of the whole checkpoint tensor."""
+    """Of the whole checkpoint tensor, up to dimensions of size one."""
     index: Index
     """What this rank reads of it."""
+
+
+@dataclass(frozen=True)
+class Piece(Source):
+    """One checkpoint tensor's share in a storage."""
+
     where: Index
     """Where that goes in the storage; a leading expert index is a slice of one."""
+    others: tuple[Source, ...] = ()
+    """Other spellings: places that hold the same values in checkpoints without `name`."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """All places, of which a checkpoint has one."""
+        return self, *self.others
 
 
 class Storage:
     """Memory to be: its shape and pieces are known from the survey on, the tensor from `allocate`
-    on."""
+    on.
 
-    def __init__(self, shape: tuple[int, ...], dtype: str | None, pieces: Sequence[Piece]) -> None:
+    Args:
+        optional: a checkpoint may lack it, all pieces together.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        dtype: str | None,
+        pieces: Sequence[Piece],
+        *,
+        optional: bool = False,
+    ) -> None:
         self.shape = shape
         self.dtype = dtype
         self.pieces = tuple(pieces)
+        self.optional = optional
+        self.is_absent = False
+        """It is optional, and the checkpoint has none."""
+        self.files: tuple[str, ...] = ()
+        """Where its pieces were read from."""
+        self.release()
+
+    def release(self) -> None:
+        """Gives its memory back, or keeps it from being taken."""
         self.tensor = torch.empty(0, device="meta")
 
     def num_bytes(self, model_dtype: torch.dtype) -> int:
@@ -92,19 +127,38 @@ class StoredWeight:
     ) -> None:
         self.stored = stored
         first = bundle[0]
-        self.names = [part.name for parts in bundle for part in parts]
+        self.logical = [part for parts in bundle for part in parts]
+        """As many as each storage has pieces, and in their order."""
+        self.names = [part.name for part in self.logical]
         self.role = first[0].role
         self.parts = tuple(mesh.cut(part.out_extent).size for part in first)
         self.in_features = mesh.cut(first[0].in_extent).size
         self.storages: dict[str, Storage] = {}
         for slot in stored.slots:
             shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
-            self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces)
+            self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces, optional=slot.optional)
 
     def finish(self) -> Weight:
-        """The loaded tensors as a weight of the named format."""
-        tensors = {suffix: storage.tensor for suffix, storage in self.storages.items()}
-        return self.stored.finish(tensors, self.parts, self.in_features)
+        """The loaded tensors as a weight of the named format. What a quantized one was made from is
+        given back.
+
+        Raises:
+            CheckpointError: values that the format does not allow.
+        """
+        there = {suffix: each for suffix, each in self.storages.items() if not each.is_absent}
+        tensors = {suffix: storage.tensor for suffix, storage in there.items()}
+        try:
+            weight = self.stored.finish(tensors, self.parts, self.in_features)
+        except CheckpointError as error:
+            files = sorted({file for storage in there.values() for file in storage.files})
+            names = ", ".join(self.names[:MAX_NAMED]) + (
+                f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
+            )
+            raise CheckpointError(f"{names} ({', '.join(files)}): {error}") from error
+        if self.stored is not DENSE:
+            for storage in there.values():
+                storage.release()
+        return weight
 
 
 def fusable(stored: StoredFormat) -> bool:
