@@ -103,6 +103,8 @@ class LinearKernel(ComputeDescriptor):
     kind: ClassVar[str] = "linear_kernel"
     epilogues: tuple[str, ...] = ()
     """What it can do to the product before it is written, of `formats.EPILOGUES`."""
+    prologues: tuple[str, ...] = ()
+    """After which operations it can round its input in one pass, of `formats.PROLOGUES`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -255,13 +255,30 @@ class QuantizationScheme(Protocol):
 EPILOGUES = ("silu_mul", "add")
 """Names of `LinearKernel`'s optional methods: `run_` and one of these."""
 
+PROLOGUES = ("norm", "silu_mul")
+"""The same: `round_` and one of these, with `rounds`."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A product's input as its kernel rounded it: x [T, in] is about values * scales."""
+
+    values: Tensor
+    """[T, in], in the type that the kernel multiplies."""
+    scales: Tensor
+    """Of a shape that is the kernel's own."""
+
+    def __len__(self) -> int:
+        return len(self.values)
+
 
 class LinearKernel(Protocol):
     """A GEMM over the weight formats that its descriptor declares.
 
     It is called at any T, 0 included, and enqueues work on the current stream alone: `run` may be
     captured in a CUDA graph. `run_silu_mul`, and `adds` with `run_add`, are there where the
-    descriptor's `epilogues` say so.
+    descriptor's `epilogues` say so; `rounds`, with `round_norm` or `round_silu_mul`, where its
+    `prologues` do. What these two give is taken for x, by epilogues too.
 
     What uses programmatic dependent launch waits (`griddepcontrol.wait`) before it lets the next
     kernel start: kernels after a product rely on all before it being complete.
@@ -274,15 +291,31 @@ class LinearKernel(Protocol):
         known: what must be compiled for them may be compiled from here on.
         """
 
-    def run(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
-        """x [T, in] -> [T, out], in the dtype of `x`."""
+    def run(self, x: Tensor | Rounded, prepared: Any, bias: Tensor | None) -> Tensor:
+        """x [T, in] -> [T, out], in the dtype of activations."""
 
-    def run_silu_mul(self, x: Tensor, prepared: Any, bias: Tensor | None) -> Tensor:
+    def run_silu_mul(self, x: Tensor | Rounded, prepared: Any, bias: Tensor | None) -> Tensor:
         """silu(first half) * second half of the product's rows: x [T, in] -> [T, out / 2]. The
         weight has two parts of equal size."""
 
     def adds(self, prepared: Any, num_rows: int) -> bool:
         """Whether `run_add` is faster for so many rows than to leave the sum to what reads it."""
 
-    def run_add(self, x: Tensor, prepared: Any, bias: Tensor | None, residual: Tensor) -> Tensor:
+    def run_add(
+        self, x: Tensor | Rounded, prepared: Any, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
         """The product plus residual [T, out] -> [T, out]."""
+
+    def rounds(self, prepared: Any, num_rows: int) -> bool:
+        """Whether products of so many rows round their input, as the weight's `activation` says, so
+        that who makes the input may give it rounded."""
+
+    def round_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, prepared: Any
+    ) -> tuple[Rounded, Tensor]:
+        """The ops `rms_norm` and `add_rms_norm` with a rounded result: (norm(x + residual),
+        x + residual), or (norm(x), x) without a residual."""
+
+    def round_silu_mul(self, gate: Tensor, up: Tensor, prepared: Any) -> Rounded:
+        """The op `silu_mul` with a rounded result; gate and up [T, in] may be views of one
+        tensor."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from rackmount_backends.torch_linear import DenseLinear
 from rackmount_registry.axes import Mesh
+from rackmount_registry.descriptors import LinearKernel
+from rackmount_registry.formats import Rounded
 from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
 from rackmount_registry.ops import reference_ops
 
@@ -249,6 +251,12 @@ class CountingKernel(DenseLinear):
         return super().run(x, prepared, bias) + residual
 
 
+def dense_kernel(kernel: DenseLinear, **fusions: tuple[str, ...]) -> dict[str, Any]:
+    """`Parts.kernels` of one kernel, with what it can fuse."""
+    descriptor = LinearKernel(name="test", factory="a:b", band="vendor", cells=(), **fusions)
+    return {"dense": (kernel, descriptor)}
+
+
 class GateReadTwice(Shape):
     def forward(self, ids: Tensor) -> Tensor:
         gate, up = self.one.gate_up(self.embed(ids))
@@ -290,7 +298,9 @@ EPILOGUES: dict[type[Shape], dict[str, int]] = {
 def test_what_a_kernel_can_do_to_its_product_is_left_to_it(make: type[Shape]) -> None:
     kernel = CountingKernel()
     drafted = draft_module(make)
-    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    parts = replace(
+        chosen_parts(drafted), kernels=dense_kernel(kernel, epilogues=("silu_mul", "add"))
+    )
     one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
     fused = one.hidden(IDS)
     assert kernel.calls == EPILOGUES[make]
@@ -301,7 +311,9 @@ def test_what_a_kernel_can_do_to_its_product_is_left_to_it(make: type[Shape]) ->
 def test_a_kernel_adds_for_as_many_rows_as_it_says() -> None:
     kernel = CountingKernel(most_added=len(IDS) - 1)
     drafted = draft_module(Textbook)
-    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    parts = replace(
+        chosen_parts(drafted), kernels=dense_kernel(kernel, epilogues=("silu_mul", "add"))
+    )
     one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
     whole, part = one.hidden(IDS), one.hidden(IDS[:-1])
     assert kernel.calls == {"silu_mul": 4, "run": 2, "add": 2}
@@ -311,9 +323,92 @@ def test_a_kernel_adds_for_as_many_rows_as_it_says() -> None:
 def test_a_share_of_a_sum_over_ranks_is_added_after_the_sum() -> None:
     kernel = CountingKernel()
     drafted = draft_module(Textbook, mesh=Mesh.tensor_parallel(ThreadGroup(2).members[0]))
-    parts = replace(chosen_parts(drafted), kernels={"dense": (kernel, ("silu_mul", "add"))})
+    parts = replace(
+        chosen_parts(drafted), kernels=dense_kernel(kernel, epilogues=("silu_mul", "add"))
+    )
     whole = MemoryCheckpoint(random_tensors(draft_module(Textbook)))
     assert deferred(mount_draft(drafted, whole, parts=parts)) == DEFERRED[Textbook]
+
+
+class RoundingKernel(CountingKernel):
+    """A kernel that takes its input halved, with the scale 2, for `least` rows or more."""
+
+    def __init__(self, least: int = 0) -> None:
+        super().__init__(most_added=0)
+        self.least = least
+
+    def rounds(self, prepared: Tensor, num_rows: int) -> bool:
+        return num_rows >= self.least
+
+    def round_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, prepared: Tensor
+    ) -> tuple[Rounded, Tensor]:
+        self.calls["round_norm"] += 1
+        total = x if residual is None else x + residual
+        return self._halved(reference_ops().rms_norm(total, weight, eps)), total
+
+    def round_silu_mul(self, gate: Tensor, up: Tensor, prepared: Tensor) -> Rounded:
+        self.calls["round_silu_mul"] += 1
+        return self._halved(reference_ops().silu_mul(gate, up))
+
+    def _halved(self, x: Tensor) -> Rounded:
+        return Rounded(x / 2, torch.tensor(2.0))
+
+    def run(self, x: Tensor | Rounded, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Rounded):
+            self.calls["rounded"] += 1
+            x = x.values * x.scales
+        return super().run(x, prepared, bias)
+
+
+class NormReadByThree(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        return self.one(x) + self.two(x) + x
+
+
+class UngatedBlocks(Shape):
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x + self.down(self.up(self.norm(x)))
+        return self.down(self.up(self.other_norm(x)))
+
+
+ROUNDED: dict[type[Shape], dict[str, int]] = {
+    Textbook: {"round_norm": 2, "round_silu_mul": 2, "rounded": 4, "run": 4},
+    NormReadByThree: {"round_silu_mul": 2, "rounded": 2, "run": 4},
+    UngatedBlocks: {"round_norm": 2, "rounded": 2, "run": 4},
+    GateReadTwice: {"run": 1},
+    NormOfAnotherKind: {"round_silu_mul": 1, "rounded": 1, "run": 2},
+}
+"""Model -> what is rounded on the way to a product, and products of such input among all."""
+
+
+@pytest.mark.parametrize("epilogues", [(), ("silu_mul",), ("silu_mul", "add")])
+@pytest.mark.parametrize("make", ROUNDED)
+def test_what_one_product_alone_reads_is_made_rounded(
+    make: type[Shape], epilogues: tuple[str, ...]
+) -> None:
+    kernel = RoundingKernel()
+    drafted = draft_module(make)
+    prologues = ("norm", "silu_mul")
+    kernels = dense_kernel(kernel, epilogues=epilogues, prologues=prologues)
+    parts = replace(chosen_parts(drafted), kernels=kernels)
+    one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
+    fused = one.hidden(IDS)
+    assert kernel.calls == ROUNDED[make]
+    plain = mount_shape(make, CountingOps()).hidden(IDS)
+    torch.testing.assert_close(fused, plain, rtol=0, atol=1e-12)
+
+
+def test_few_rows_are_not_rounded_where_the_kernel_says_so() -> None:
+    kernel = RoundingKernel(least=len(IDS))
+    drafted = draft_module(Textbook)
+    kernels = dense_kernel(kernel, epilogues=("silu_mul",), prologues=("norm", "silu_mul"))
+    parts = replace(chosen_parts(drafted), kernels=kernels)
+    one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
+    one.hidden(IDS[:-1])
+    assert kernel.calls == {"silu_mul": 2, "run": 2}
 
 
 def test_a_decoder_runs_two_fused_norms_a_layer_and_one_alone(tmp_path: Any) -> None:

@@ -41,6 +41,7 @@ def assemble(
         step=step,
         linear=parts.linear,
         epilogues=parts.epilogues,
+        prologues=parts.prologues,
         experts=parts.experts,
         max_positions=max_positions,
         dtype=draft.dtype,

@@ -5,6 +5,8 @@ The edges:
   row-parallel product, the reduction over its ranks moves into the fused operation, so that a
   kernel may do all three; where it comes from a whole product whose kernel can add, that may.
 - `silu(gate) * up` of one merged product moves into its kernel, if that can.
+- where a norm or `silu(gate) * up` is read by one product alone, whose kernel rounds its input, the
+  kernel makes it rounded in the same pass.
 """
 
 import operator
@@ -12,6 +14,7 @@ import operator
 from torch import Tensor, fx, nn
 
 from rackmount_registry.axes import Group
+from rackmount_registry.formats import Rounded
 from rackmount_registry.nn.linear import Gemm, Linear, MergedLinear
 from rackmount_registry.nn.mlp import SiluMul
 from rackmount_registry.nn.norm import Norm
@@ -29,18 +32,23 @@ class SocketTracer(fx.Tracer):
 class ReduceAddNorm(nn.Module):
     """(x, residual) -> (norm(sum of x over ranks + residual), the sum itself)."""
 
+    reader: Gemm | None = None
+    """The product that alone reads the norm, and can round it."""
+
     def __init__(self, norm: Norm, groups: tuple[Group, ...]) -> None:
         super().__init__()
         self.norm = norm
         self.groups = groups
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        x = reduce_over(self.groups, x)
-        return self.norm.ops.add_rms_norm(x, residual, self.norm.scale.tensor, self.norm.eps)
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor | Rounded, Tensor]:
+        return self.norm.of_sum(reduce_over(self.groups, x), residual, self.reader)
 
 
 class GemmAddNorm(nn.Module):
     """(x, residual) -> (norm(product of x + residual), the sum itself)."""
+
+    reader: Gemm | None = None
+    """The product that alone reads the norm, and can round it."""
 
     def __init__(self, gemm: Gemm, norm: Norm) -> None:
         super().__init__()
@@ -48,23 +56,28 @@ class GemmAddNorm(nn.Module):
         self.norm = norm
         gemm.uses = ("run", "add")
 
-    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        norm = self.norm
+    def forward(self, x: Tensor | Rounded, residual: Tensor) -> tuple[Tensor | Rounded, Tensor]:
         if self.gemm.adds(len(x)):
             total = self.gemm.add(x, residual)
-            return norm(total), total
-        return norm.ops.add_rms_norm(self.gemm(x), residual, norm.scale.tensor, norm.eps)
+            return self.norm.of(total, self.reader), total
+        return self.norm.of_sum(self.gemm(x), residual, self.reader)
 
 
 class GemmSiluMul(nn.Module):
     """x -> silu(first part) * second part of one product."""
+
+    reader: Gemm | None = None
+    """The product that alone reads the result, and can round it."""
 
     def __init__(self, gemm: Gemm) -> None:
         super().__init__()
         self.gemm = gemm
         gemm.uses = ("silu_mul",)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Rounded) -> Tensor | Rounded:
+        if self.reader is not None and self.reader.rounds(len(x)):
+            gate, up = self.gemm(x).chunk(2, -1)
+            return self.reader.round_silu_mul(gate, up)
         return self.gemm.silu_mul(x)
 
 
@@ -78,6 +91,8 @@ def fuse(model: nn.Module) -> fx.GraphModule:
             _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
         elif (merged := _activated_product(traced, node)) is not None:
             _fuse_silu_mul(traced, merged, node, f"gemm_silu_mul_{number}")
+    for node in graph.nodes:
+        _round_for_reader(traced, node)
     graph.lint()
     traced.recompile()
     return traced
@@ -191,3 +206,36 @@ def _fuse_silu_mul(traced: fx.GraphModule, merged: fx.Node, act: fx.Node, name: 
     gone = [act, *act.all_input_nodes, merged]
     for node in gone:
         traced.graph.erase_node(node)
+
+
+def _round_for_reader(traced: fx.GraphModule, node: fx.Node) -> None:
+    """Tells the module behind `node` which product alone reads it, if that one can round it."""
+    module, result = _module(traced, node), node
+    match module:
+        case ReduceAddNorm() | GemmAddNorm():
+            prologue = "norm"
+            result = next(user for user in node.users if user.args[1] == 0)
+        case GemmSiluMul() | SiluMul():
+            prologue = "silu_mul"
+        case Norm() if type(module) is Norm:
+            prologue = "norm"
+        case _:
+            return
+    calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
+    if len(calls) == 1 and (reader := _sole_reader(traced, result)) is not None:
+        module.reader = reader if prologue in reader.prologues else None
+
+
+def _sole_reader(traced: fx.GraphModule, node: fx.Node) -> Gemm | None:
+    """The product whose input `node` is, if nothing else reads it."""
+    if len(node.users) != 1:
+        return None
+    (user,) = node.users
+    match _module(traced, user):
+        case MergedLinear(gemms=[gemm]):
+            return gemm
+        case Linear(gemm=gemm) | GemmSiluMul(gemm=gemm):
+            return gemm
+        case GemmAddNorm(gemm=gemm) if user.args[0] is node and user.args[1] is not node:
+            return gemm
+    return None

@@ -60,10 +60,7 @@ class PartsChoice:
         return Parts(
             ops=cast(Ops, SimpleNamespace(**ops)),
             kernels={
-                form: (
-                    instantiate(choice.require(), options),
-                    choice.require().descriptor.epilogues,
-                )
+                form: (instantiate(choice.require(), options), choice.require().descriptor)
                 for form, choice in self.linear.items()
             },
             expert_parts={
@@ -91,8 +88,8 @@ class Parts:
     """Loaded parts of one engine."""
 
     ops: Ops
-    kernels: Mapping[str, tuple[LinearKernel, tuple[str, ...]]]
-    """By weight format, with what each can do to its product."""
+    kernels: Mapping[str, tuple[LinearKernel, LinearKernelDescriptor]]
+    """By weight format."""
     expert_parts: Mapping[str, tuple[Any, Any]]
 
     def linear(self, weight_format: str) -> LinearKernel:
@@ -101,7 +98,11 @@ class Parts:
 
     def epilogues(self, weight_format: str) -> tuple[str, ...]:
         """What that kernel can do to its product."""
-        return self.kernels[weight_format][1]
+        return self.kernels[weight_format][1].epilogues
+
+    def prologues(self, weight_format: str) -> tuple[str, ...]:
+        """After which operations that kernel can round its input."""
+        return self.kernels[weight_format][1].prologues
 
     def experts(
         self, weight_format: str, context: DispatchContext

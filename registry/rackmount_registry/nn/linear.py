@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rackmount_registry.axes import Axis, Mesh
 from rackmount_registry.errors import ConfigError
-from rackmount_registry.formats import LinearKernel, StoredFormat
+from rackmount_registry.formats import LinearKernel, Rounded, StoredFormat
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, Piece, Storage, StoredWeight, fusable, vector
 
@@ -18,6 +18,7 @@ class Gemm:
 
     kernel: LinearKernel
     epilogues: tuple[str, ...]
+    prologues: tuple[str, ...]
     prepared: Any
     uses: tuple[str, ...] = ("run",)
     """What will be asked of the kernel; the mount sets it where it fuses."""
@@ -41,15 +42,16 @@ class Gemm:
 
     def bind(self, binding: Binding) -> None:
         form = self.weight.stored.yields
-        self.kernel, self.epilogues = binding.linear(form), binding.epilogues(form)
+        self.kernel = binding.linear(form)
+        self.epilogues, self.prologues = binding.epilogues(form), binding.prologues(form)
 
     def finish(self) -> None:
         self.prepared = self.kernel.prepare(self.weight.finish(), self.uses)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | Rounded) -> Tensor:
         return self.kernel.run(x, self.prepared, self._bias())
 
-    def silu_mul(self, x: Tensor) -> Tensor:
+    def silu_mul(self, x: Tensor | Rounded) -> Tensor:
         """silu(first part) * second part of the product, where the kernel can."""
         return self.kernel.run_silu_mul(x, self.prepared, self._bias())
 
@@ -57,9 +59,24 @@ class Gemm:
         """Whether `add` is faster than a sum of its own, where the kernel can add."""
         return self.kernel.adds(self.prepared, num_rows)
 
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+    def add(self, x: Tensor | Rounded, residual: Tensor) -> Tensor:
         """The product plus `residual`, where the kernel can."""
         return self.kernel.run_add(x, self.prepared, self._bias(), residual)
+
+    def rounds(self, num_rows: int) -> bool:
+        """Whether `round_norm` and `round_silu_mul`, where the kernel has them, make the input of
+        so many rows."""
+        return self.kernel.rounds(self.prepared, num_rows)
+
+    def round_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Rounded, Tensor]:
+        """(norm of the sum, rounded to be the input, and the sum)."""
+        return self.kernel.round_norm(x, residual, weight, eps, self.prepared)
+
+    def round_silu_mul(self, gate: Tensor, up: Tensor) -> Rounded:
+        """silu(gate) * up, rounded to be the input."""
+        return self.kernel.round_silu_mul(gate, up, self.prepared)
 
     def _bias(self) -> Tensor | None:
         return self.bias.tensor if self.bias is not None and self.adds_bias else None

@@ -3,7 +3,8 @@
 from torch import Tensor, nn
 
 from rackmount_registry.axes import Axis
-from rackmount_registry.nn.linear import Linear, MergedLinear
+from rackmount_registry.formats import Rounded
+from rackmount_registry.nn.linear import Gemm, Linear, MergedLinear
 from rackmount_registry.nn.socket import Binding, Socket
 
 
@@ -11,11 +12,15 @@ class SiluMul(Socket):
     """silu(gate) * up."""
 
     uses = frozenset({"silu_mul"})
+    reader: Gemm | None = None
+    """The product that alone reads the result, and can round it; set by the mount."""
 
     def bind(self, binding: Binding) -> None:
         self.ops = binding.ops
 
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor | Rounded:
+        if self.reader is not None and self.reader.rounds(len(gate)):
+            return self.reader.round_silu_mul(gate, up)
         return self.ops.silu_mul(gate, up)
 
 

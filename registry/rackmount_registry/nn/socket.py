@@ -41,6 +41,8 @@ class Binding:
     """Kernel for a weight format."""
     epilogues: Callable[[str], tuple[str, ...]]
     """What that kernel can do to its product, of `formats.EPILOGUES`."""
+    prologues: Callable[[str], tuple[str, ...]]
+    """After which operations it can round its input, of `formats.PROLOGUES`."""
     experts: Callable[[str, DispatchContext], tuple[ExpertKernel, TokenDispatcher]]
     """Kernel and dispatcher for the weight format of an experts' bundle."""
     max_positions: int
