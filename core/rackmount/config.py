@@ -76,7 +76,8 @@ class EngineConfig:
     seed: int = 0
     """Where the seeds of requests without one come from."""
     quantization: str | None = None
-    """Quantization scheme; None is what the checkpoint says."""
+    """Quantization scheme; None is what the checkpoint says. Of a plain checkpoint, one that rounds
+    its weights while they are loaded."""
     expert_kernel: str = "auto"
     linear_kernel: str = "auto"
     op_set: str = "auto"

@@ -24,7 +24,7 @@ from rackmount_registry.descriptors import (
 from rackmount_registry.errors import ConfigError, PluginError, did_you_mean
 from rackmount_registry.executor import Seat
 from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
-from rackmount_registry.offers import Offer, broken_note, normalize
+from rackmount_registry.offers import Offer, broken_note, legal_names, normalize
 from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import AttentionChoice, choose_attention
@@ -250,18 +250,36 @@ def _scheme(
     config: EngineConfig, reader: ConfigReader, manager: PluginManager, options: GivenOptions
 ) -> tuple[Offer[QuantizationScheme] | None, Any]:
     stored = reader.sub("quantization_config")
-    method = None if stored is None else stored.quant_method
+    if stored is None:
+        return _online_scheme(config, manager, options)
+    method = stored.quant_method
     if config.quantization not in (None, method):
         raise ConfigError(
             f"quantization={config.quantization!r} is not how the checkpoint is stored, which is "
             f"{method!r}; leave it out, or give that"
         )
-    if stored is None:
-        return None, None
     if not isinstance(method, str):
         raise stored.error("quant_method", "must be the name of a method")
     offer = manager.claimed(QuantizationScheme, method)
     return offer, instantiate(offer, options, stored)
+
+
+def _online_scheme(
+    config: EngineConfig, manager: PluginManager, options: GivenOptions
+) -> tuple[Offer[QuantizationScheme] | None, Any]:
+    """The scheme that rounds a plain checkpoint while it is loaded, if one was asked for."""
+    name = config.quantization
+    if name is None:
+        return None, None
+    able = [offer for offer in manager.offers(QuantizationScheme) if offer.descriptor.online]
+    if name not in (legal := legal_names(able)):
+        raise ConfigError(
+            f"quantization={name!r}{did_you_mean(name, legal)}: the checkpoint is plain, and of "
+            f"the mounted schemes {', '.join(legal) or 'none'} can round such while it is loaded"
+            f"{broken_note(manager.broken)}"
+        )
+    offer = manager.find(QuantizationScheme, name)
+    return offer, instantiate(offer, options, None)
 
 
 def _attention_demand(drafted: Draft, demand: Demand) -> Demand:

@@ -109,12 +109,14 @@ class LinearKernel(ComputeDescriptor):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationScheme(Descriptor):
-    """A checkpoint's quantization. `factory(config: ConfigReader)` gives a
+    """A checkpoint's quantization. `factory(config: ConfigReader | None)` gives a
     `formats.QuantizationScheme`."""
 
     kind: ClassVar[str] = "quantization_scheme"
     claims: tuple[str, ...]
     """Values of `quantization_config.quant_method` that this scheme reads."""
+    online: bool = False
+    """Whether it also rounds a plain checkpoint while it is loaded: its config is None then."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ def test_an_unknown_sampling_keyword_is_a_type_error_with_the_nearest_name() -> 
         ({"tp": 2, "device": "cuda:1"}, "'cuda:1' names one device, and tp=2 .* device='cuda'"),
         ({"dp": 2}, "dp=2 is not supported; choose dp=1"),
         ({"ep": 8}, "ep=8 is not supported"),
-        ({"quantization": "awq"}, "quantization='awq' is not how the checkpoint is stored"),
+        ({"quantization": "awq"}, "quantization='awq': the checkpoint is plain, and of"),
     ],
     ids=str,
 )

@@ -1,5 +1,6 @@
 """What a model's configuration and the engine's arguments lead to, or why they are refused."""
 
+from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,9 @@ from rackmount.rack import Rack, draft_rack
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.descriptors import Architecture, AttentionBackend
+from rackmount_registry.descriptors import Architecture, AttentionBackend, QuantizationScheme
 from rackmount_registry.errors import ConfigError, PluginError
+from rackmount_registry.formats import DENSE, StoredFormat
 from rackmount_registry.nn import Attention, Axis, Embedding, Layers, Linear, MergedLinear
 from rackmount_registry.plugins import PluginManager
 
@@ -206,3 +208,27 @@ def test_a_cache_layout_that_is_not_specified_is_refused() -> None:
     manager = plugins() + PluginManager.from_modules({"acme": plugin})
     with pytest.raises(PluginError, match="names the cache layout 'acme-pages'; legal are slots"):
         rack_of(LLAMA, manager, backend="acme")
+
+
+class Rounds:
+    """A scheme of plain checkpoints."""
+
+    kv_cache = None
+
+    def __init__(self, config: ConfigReader | None) -> None:
+        assert config is None
+
+    def format_for(self, name: str, shape: tuple[int, int], role: str) -> StoredFormat | None:
+        return replace(DENSE, name="rounded") if role == "linear" else None
+
+
+def test_a_scheme_that_can_rounds_a_plain_checkpoint_when_asked() -> None:
+    part = QuantizationScheme(name="mine", factory=f"{__name__}:Rounds", claims=(), online=True)
+    own = SimpleNamespace(quantization_schemes=hookimpl(lambda: [part]))
+    manager = plugins() + PluginManager.from_modules({"own": own})
+    rack = rack_of(LLAMA, manager, quantization="mine")
+    names = {w.stored.name for s in rack.draft.sockets for w in s.weights() if w.role == "linear"}
+    assert names == {"rounded"}
+    assert rack.scheme is not None and rack.scheme.name == "mine"
+    with pytest.raises(ConfigError, match=r"quantization='w8': the checkpoint is plain, .* mine"):
+        rack_of(LLAMA, manager, quantization="w8")
