@@ -8,7 +8,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
-DISTS := ./registry ./core ./backends ./quant ./moe ./models ./plugins/executors ./plugins/gguf ./plugins/server ./plugins/tools ./plugins/xgrammar
+DISTS := ./registry ./core ./backends ./quant ./moe ./models ./plugins/deepgemm ./plugins/executors ./plugins/gguf ./plugins/server ./plugins/tools ./plugins/xgrammar
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip

@@ -35,6 +35,7 @@ FIRST_PARTY = frozenset(
     {
         "rackmount-core",
         "rackmount-plugins-backends",
+        "rackmount-plugins-deepgemm",
         "rackmount-plugins-executors",
         "rackmount-plugins-gguf",
         "rackmount-plugins-models",

@@ -1,0 +1,1 @@
+"""DeepGEMM's FP8 kernels for rackmount."""

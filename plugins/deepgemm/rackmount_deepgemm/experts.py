@@ -1,0 +1,152 @@
+"""Expert kernel "deepgemm": both products over all experts in one launch each.
+
+Few tokens lie in a box of as many rows for every expert, of which DeepGEMM's masked kernels compute
+those that are taken. Many lie one expert after another, each on rows that begin at a multiple of
+what its contiguous kernels ask for. Where a row comes from is worked out on the device, in shapes
+that follow from the number of tokens alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rackmount_deepgemm.rounding import round_groups, sum_experts
+from rackmount_deepgemm.weights import values_and_scales
+from rackmount_registry.experts import ExpertBundle, ExpertInput
+
+MAX_BOXED = 256
+"""Tokens that are few: above it the boxes take too much memory."""
+
+Values = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """Values and scales of the experts' weights."""
+
+    gate_up: Values
+    down: Values
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.down[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Where each choice of a token lies among the rows of a product."""
+
+    count: int
+    of_choice: Tensor
+    """int32 [T, K]; -1 for choices that take no part."""
+    token: Tensor
+    """int32 [count]: the token of each row; -1 where there is none."""
+    boxed: bool
+    experts: Tensor
+    """int32: how many rows each expert has, if boxed; otherwise whose each row is, -1 for none."""
+
+    def taken(self) -> Tensor:
+        """int32 [count]: each row's own index; -1 where there is no token."""
+        own = torch.arange(self.count, dtype=torch.int32, device=self.token.device)
+        return own.where(self.token >= 0, -1)
+
+
+class DeepGemmExperts:
+    """See `rackmount_registry.experts.ExpertKernel`. Input of both products is rounded to FP8, with
+    a scale for each token and 128 columns."""
+
+    def prepare(self, bundle: ExpertBundle) -> Prepared:
+        """Values and scales as loaded.
+
+        Raises:
+            ConfigError: see `values_and_scales`.
+        """
+        return Prepared(
+            gate_up=values_and_scales(bundle.gate_up), down=values_and_scales(bundle.down)
+        )
+
+    def run(self, given: ExpertInput, prepared: Prepared) -> Tensor:
+        """[T, H] in the dtype of x."""
+        x, ids = given.x, given.expert_ids
+        if not ids.numel():
+            return torch.zeros_like(x)
+        boxed = len(x) <= MAX_BOXED
+        rows = (
+            boxed_rows(ids, prepared.num_experts)
+            if boxed
+            else contiguous_rows(ids, prepared.num_experts, _alignment())
+        )
+        gate_up = self._product(round_groups(x, rows.token), prepared.gate_up, rows, x.dtype)
+        act = round_groups(gate_up, rows.taken(), silu_mul=True)
+        y = self._product(act, prepared.down, rows, x.dtype)
+        return sum_experts(y, rows.of_choice, given.weights)
+
+    def _product(self, x: Values, weight: Values, rows: Rows, dtype: torch.dtype) -> Tensor:
+        import deep_gemm
+
+        num_experts, out_features = weight[0].shape[:2]
+        out = torch.empty(rows.count, out_features, dtype=dtype, device=rows.token.device)
+        if not rows.boxed:
+            deep_gemm.m_grouped_fp8_gemm_nt_contiguous(x, weight, out, rows.experts)
+            return out
+        values, scales = (each.view(num_experts, -1, each.shape[1]) for each in x)
+        box = out.view(num_experts, -1, out_features)
+        expected = -(-rows.of_choice.numel() // num_experts)
+        deep_gemm.fp8_m_grouped_gemm_nt_masked(
+            (values, scales), weight, box, rows.experts, expected
+        )
+        return out
+
+
+def _alignment() -> int:
+    import deep_gemm
+
+    return int(deep_gemm.get_mk_alignment_for_contiguous_layout())
+
+
+def boxed_rows(ids: Tensor, num_experts: int) -> Rows:
+    """T rows for every expert. ids int32 [T, K], -1 for none."""
+    expert, place, counts = _places(ids, num_experts)
+    box = len(ids)
+    count = num_experts * box
+    of_choice, token = _rows(ids, expert * box + place, count)
+    return Rows(count=count, of_choice=of_choice, token=token, boxed=True, experts=counts)
+
+
+def contiguous_rows(ids: Tensor, num_experts: int, alignment: int) -> Rows:
+    """One expert after another, each from a multiple of `alignment` on; rows between them and after
+    the last belong to expert -1."""
+    expert, place, counts = _places(ids, num_experts)
+    padded = (counts + alignment - 1) // alignment * alignment
+    ends = padded.cumsum(0)
+    most = ids.numel() + min(num_experts, ids.numel()) * (alignment - 1)
+    count = -(-most // alignment) * alignment
+    of_choice, token = _rows(ids, (ends - padded)[expert] + place, count)
+    at = torch.arange(count, dtype=ends.dtype, device=ids.device)
+    owner = torch.searchsorted(ends, at, right=True).to(torch.int32)
+    owner = torch.where(token >= 0, owner, -1)
+    return Rows(count=count, of_choice=of_choice, token=token, boxed=False, experts=owner)
+
+
+def _places(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each choice its expert int64 [T K], with 0 for none, and its place among the choices of
+    that expert in order; and how many choices int32 [E] each expert has."""
+    flat = ids.flatten().long()
+    taken = flat >= 0
+    expert = flat.where(taken, 0)
+    chosen = torch.zeros(len(flat), num_experts, dtype=torch.int32, device=ids.device)
+    chosen.scatter_(1, expert.unsqueeze(1), taken.int().unsqueeze(1))
+    upto = chosen.cumsum(0, dtype=torch.int32)
+    place = upto.gather(1, expert.unsqueeze(1)).squeeze(1).long() - 1
+    return expert, place, upto[-1]
+
+
+def _rows(ids: Tensor, row: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The row of each choice, int32 [T, K], and the token of each row, int32 [count]."""
+    taken = ids.flatten() >= 0
+    tokens = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+    token = torch.full((count + 1,), -1, dtype=torch.int32, device=ids.device)
+    # The last place takes what takes no part, so that no shape depends on how many those are.
+    token.scatter_(0, row.where(taken, count), tokens.repeat_interleave(ids.shape[1]))
+    return row.where(taken, -1).to(torch.int32).view(ids.shape), token[:count]

@@ -1,0 +1,59 @@
+"""DeepGEMM itself, where it is installed."""
+
+import pytest
+import torch
+
+from rackmount_moe.torch_experts import TorchExperts
+from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_registry.formats import Weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="kernels of deep_gemm for Hopper",
+    ),
+]
+deep_gemm = pytest.importorskip("deep_gemm")
+
+EXPERTS, HIDDEN, WIDTH = 16, 512, 256
+
+
+def weight_of(shape: tuple[int, ...], parts: tuple[int, ...]) -> Weight:
+    values = torch.randn(shape, device="cuda").clamp(-3, 3).to(torch.float8_e4m3fn)
+    blocks = (*shape[:-2], shape[-2] // 128, shape[-1] // 128)
+    scales = torch.rand(blocks, device="cuda") * 0.01 + 0.001
+    tensors = {"values": values, "scales": scales}
+    return Weight("fp8_blocks", tensors, parts, shape[-1], activation="group")
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 64, 256, 257, 1000])
+def test_experts_are_close_to_the_definition(count: int) -> None:
+    from rackmount_deepgemm.experts import DeepGemmExperts
+
+    bundle = ExpertBundle(
+        gate_up=weight_of((EXPERTS, 2 * WIDTH, HIDDEN), (WIDTH, WIDTH)),
+        down=weight_of((EXPERTS, HIDDEN, WIDTH), (HIDDEN,)),
+    )
+    kernel = DeepGemmExperts()
+    x = torch.randn(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.rand(count, EXPERTS, device="cuda").argsort(-1)[:, :4].to(torch.int32)
+    ids[1::3, 2] = -1
+    weights = torch.rand(ids.shape, device="cuda")
+    given = ExpertInput(x=x, expert_ids=ids, weights=weights)
+    out = kernel.run(given, kernel.prepare(bundle)).float()
+    expected = TorchExperts().run(given, bundle).float()
+    error = (out - expected).norm() / expected.norm().clamp(min=1e-9)
+    assert out.shape == expected.shape and error < 0.05
+
+
+@pytest.mark.parametrize("count", [0, 1, 33, 300])
+def test_products_are_close_to_the_definition(count: int) -> None:
+    from rackmount_deepgemm.linear import DeepGemmLinear
+
+    weight = weight_of((768, HIDDEN), (512, 256))
+    kernel = DeepGemmLinear()
+    x = torch.randn(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    out = kernel.run(x, kernel.prepare(weight), None).float()
+    expected = x.float() @ weight.dequantize().T
+    assert (out - expected).norm() <= 0.04 * expected.norm()
