@@ -110,8 +110,8 @@ def test_the_dtype_is_the_checkpoints_in_either_spelling_unless_one_is_asked_for
 
 
 def test_a_quantization_method_that_nobody_claims_is_refused_with_those_mounted() -> None:
-    with pytest.raises(PluginError, match=r"unknown quantization_scheme 'awq'.*mounted: .*w8"):
-        rack_of(LLAMA | {"quantization_config": {"quant_method": "awq"}})
+    with pytest.raises(PluginError, match=r"unknown quantization_scheme 'exl3'.*mounted: .*w8"):
+        rack_of(LLAMA | {"quantization_config": {"quant_method": "exl3"}})
 
 
 @pytest.mark.parametrize(

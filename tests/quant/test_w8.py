@@ -104,4 +104,4 @@ def test_every_entry_is_rounded_to_the_nearest_of_255_steps(
 def test_a_row_of_zeros_stays_zero() -> None:
     values, scales = quantize_rows(torch.tensor([[0.0, 0.0], [1.0, -2.0]]))
     assert values.tolist() == [[0, 0], [64, -127]]
-    assert scales[0] == 0 and scales[1] == pytest.approx(2 / 127)
+    assert scales[0] == 1 and scales[1] == pytest.approx(2 / 127)

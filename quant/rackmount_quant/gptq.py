@@ -1,0 +1,221 @@
+"""Quantization scheme "gptq": groups of 4 or 8 bits as AutoGPTQ and GPTQModel pack them.
+
+`NAME.qweight` int32 [in * bits / 32, out] holds columns of the weight one after another, from the
+lowest bits on; `NAME.qzeros` int32 [groups, out * bits / 32] rows likewise, each zero point less
+one in the checkpoint format "gptq", as it is in "gptq_v2"; `NAME.scales` is [groups, out] and
+`NAME.g_idx` int32 [in] the group of each column. A weight is (value - zero) * scale. See
+`gptqmodel/nn_modules/qlinear` of ModelCloud/GPTQModel.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from rackmount_quant.grouped import group_weight
+from rackmount_quant.names import Names, listed, passes
+from rackmount_quant.packing import fields_per_word, pack, unpack, unpack_parts
+from rackmount_quant.rounding import round_groups
+from rackmount_quant.settings import choice, either, group_size, nested
+from rackmount_registry.config import ConfigReader
+from rackmount_registry.errors import CheckpointError
+from rackmount_registry.formats import Dim, KVCacheScheme, Role, Slot, StoredFormat, Weight
+
+HARMLESS_BY_REASON = {
+    "how values were found": """
+        act_group_aware autoround_version batch_size block_name_to_quantize cache_block_outputs
+        damp_auto_increment damp_percent dataset failsafe hyb_act low_gpu_mem_usage meta
+        model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block mse
+        offload_to_disk pad_token_id parallel_packing static_groups tokenizer true_sequential v2
+        v2_alpha""",
+    "how other engines run it": """
+        backend disable_exllama exllama_config max_input_length use_cuda_fp16 use_exllama""",
+}
+HARMLESS = frozenset(" ".join(HARMLESS_BY_REASON.values()).split())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How a weight is stored."""
+
+    bits: int
+    group: int
+    """-1: all columns of a row."""
+    act_order: bool
+    """Columns are in any group: `g_idx` says which."""
+    symmetric: bool
+    """Zero points are in the middle. They are stored all the same, and read as they are."""
+    zeros_less_one: bool
+
+    @classmethod
+    def read(cls, config: ConfigReader, default: "Layout | None" = None) -> "Layout":
+        """From a configuration, or from what one changes of `default`."""
+        base = default or cls(
+            bits=0, group=128, act_order=False, symmetric=True, zeros_less_one=True
+        )
+        return replace(
+            base,
+            bits=choice(config, "bits", [4, 8], base.bits),
+            group=group_size(config, "group_size", default=base.group),
+            act_order=choice(config, "desc_act", [True, False], base.act_order),
+            symmetric=choice(config, "sym", [True, False], base.symmetric),
+        )
+
+
+class GptqScheme:
+    """See `rackmount_registry.formats.QuantizationScheme`.
+
+    Routers are plain, heads without `lm_head`, what `modules_in_block_to_quantize` leaves out, and
+    what a pattern of `dynamic` that begins with "-:" matches. Another pattern there, bare or with
+    "+:", changes the layout of what it matches, from a name's start. The first match counts.
+    """
+
+    kv_cache: KVCacheScheme | None = None
+
+    def __init__(self, config: ConfigReader) -> None:
+        """
+        Raises:
+            ConfigError: a number of bits or a layout that is not read, values of the wrong kind, or
+                unknown keys.
+        """
+        config.get("quant_method")
+        key, version = either(config, "checkpoint_format", "format", default="gptq")
+        if version not in ("gptq", "gptq_v2"):
+            raise config.error(key, "must be 'gptq' or 'gptq_v2'")
+        choice(config, "is_marlin_format", [False], False)
+        choice(config, "pack_dtype", ["int32"], "int32")
+        for changes_numbers in ("adapter", "rotation"):
+            choice(config, changes_numbers, [None])
+        self._layout = replace(Layout.read(config), zeros_less_one=version == "gptq")
+        self._lm_head = choice(config, "lm_head", [True, False], False)
+        self._only = _read_modules(config)
+        self._dynamic = self._read_dynamic(config)
+        config.require_all_read(HARMLESS)
+
+    def _read_dynamic(self, config: ConfigReader) -> list[tuple[re.Pattern[str], Layout | None]]:
+        """Pattern -> layout, None for plain."""
+        rules = nested(config, "dynamic")
+        found = []
+        for pattern in config.get("dynamic") or {}:
+            assert rules is not None
+            sign, colon, rest = pattern.partition(":")
+            signed = colon and sign in ("+", "-")
+            try:
+                compiled = re.compile(rest if signed else pattern)
+            except re.error as error:
+                raise config.error("dynamic", f"has a broken pattern: {error}") from error
+            override = rules.sub(pattern)
+            layout = self._layout
+            if override is not None:
+                layout = Layout.read(override, layout)
+                override.require_all_read(HARMLESS)
+            found.append((compiled, None if signed and sign == "-" else layout))
+        return found
+
+    def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
+        """The format of groups."""
+        if role == "router" or (role == "head" and not self._lm_head):
+            return None
+        if role != "head" and self._only is not None and name not in self._only:
+            return None
+        layout: Layout | None = self._layout
+        for pattern, changed in self._dynamic:
+            if passes(pattern.match, name):
+                layout = changed
+                break
+        return None if layout is None else gptq_format(layout, shape[1])
+
+
+def _read_modules(config: ConfigReader) -> Names | None:
+    """What alone is quantized, by last components of names; None: everything."""
+    key = "modules_in_block_to_quantize"
+    entries = config.get(key)
+    if entries is None:
+        return None
+    lists = [entry if isinstance(entry, list) else [entry] for entry in entries]
+    names = [name for names in lists for name in names]
+    if not isinstance(entries, list) or not all(isinstance(name, str) for name in names):
+        raise config.error(key, "must be a list of names, or of lists of names")
+    return listed(names)
+
+
+def gptq_format(layout: Layout, in_features: int) -> StoredFormat:
+    """The format of a weight with `in_features` columns on all ranks together.
+
+    With act-order any rank's columns may be in any group, so each has all scales.
+    """
+    size = in_features if layout.group == -1 else layout.group
+    spread = layout.act_order and layout.group != -1
+    per = fields_per_word(layout.bits)
+    if layout.group == -1 or spread:
+        groups = Dim("fixed", -(-in_features // size))
+    else:
+        groups = Dim("in", size)
+    order = ", act-order" if spread else ""
+    return StoredFormat(
+        f"gptq of {layout.bits} bits, group {layout.group}{order}",
+        (
+            Slot("qweight", (Dim("in", per), Dim("out")), "int32"),
+            Slot("qzeros", (groups, Dim("out", per)), "int32"),
+            Slot("scales", (groups, Dim("out")), "float32"),
+            Slot("g_idx", (Dim("part"), Dim("in")), "int32", optional=not spread),
+        ),
+        f"int{layout.bits}_groups",
+        partial(_finish, layout, spread),
+        partial(_encode, layout),
+    )
+
+
+def _finish(
+    layout: Layout,
+    spread: bool,
+    tensors: Mapping[str, Tensor],
+    parts: tuple[int, ...],
+    in_features: int,
+) -> Weight:
+    bits, groups = layout.bits, tensors.get("g_idx")
+    if groups is not None and not spread:
+        _require_order(groups, in_features if layout.group == -1 else layout.group)
+        groups = None
+    words = tensors["qweight"].mT.contiguous()
+    zeros = unpack_parts(tensors["qzeros"], parts, bits)
+    if layout.zeros_less_one:
+        zeros = (zeros + 1) & (2**bits - 1)
+    return group_weight(
+        words if bits == 4 else unpack(words, bits)[..., :in_features],
+        tensors["scales"].mT,
+        zeros.mT,
+        bits=bits,
+        group=layout.group,
+        parts=parts,
+        in_features=in_features,
+        groups=groups,
+    )
+
+
+def _require_order(groups: Tensor, size: int) -> None:
+    """Holds that groups follow one another: ranks have shares of the scales then."""
+    expected = torch.arange(groups.shape[-1], device=groups.device) // size
+    if not torch.equal(groups - groups[..., :1], expected.to(groups).expand_as(groups)):
+        raise CheckpointError(
+            "g_idx has columns out of the order of their groups, and desc_act is not set"
+        )
+
+
+def _encode(layout: Layout, dense: Tensor) -> dict[str, Tensor]:
+    bits, (_, size) = layout.bits, dense.shape
+    group = size if layout.group == -1 else layout.group
+    values, scales, zeros = round_groups(
+        dense, bits, group, symmetric=layout.symmetric, dtype=torch.float16
+    )
+    if layout.zeros_less_one:
+        zeros = (zeros - 1) & (2**bits - 1)
+    return {
+        "qweight": pack(values, bits).mT.contiguous(),
+        "qzeros": pack(zeros.mT, bits),
+        "scales": scales.mT.contiguous(),
+        "g_idx": (torch.arange(size, device=dense.device) // group).int(),
+    }

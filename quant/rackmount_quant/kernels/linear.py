@@ -1,0 +1,228 @@
+"""What the linear kernels for quantized weights have in common: few rows at memory speed by one
+Triton kernel, many rows in a way of their own."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from rackmount_quant.kernels import tuning
+from rackmount_quant.kernels.elementwise import gather_columns, silu_mul
+from rackmount_quant.kernels.few_rows import few_rows_kernel
+from rackmount_quant.kernels.many_rows import dequantize
+from rackmount_quant.kernels.packed import Packed
+from rackmount_quant.kernels.tuning import Choose, Tiling
+from rackmount_registry.device.ahead import AheadCompiler
+from rackmount_registry.device.launch import launch_options
+from rackmount_registry.formats import EPILOGUES, Rounded, Weight
+
+SIZES = (
+    *("M", "N", "K", "share", "x_stride", "residual_stride"),
+    *("row_stride", "block_stride", "scale_stride"),
+)
+"""Arguments that a compiled kernel does not depend on, as long as they are multiples of 16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A weight, and how its products are made."""
+
+    packed: Packed
+    arrivals: Tensor
+    """int32, a counter for each tile: zeros between products."""
+    tilings: dict[str, tuple[Tiling | None, ...]]
+    """Epilogue -> one for each of `tuning.BUCKETS`; None where many rows are multiplied."""
+    many: Any = None
+    """What a kernel's `many_rows` needs beside."""
+
+    def tiling(self, epilogue: str, rows: int) -> Tiling | None:
+        if not 0 < rows <= tuning.MAX_ROWS:
+            return None
+        return self.tilings[epilogue][tuning.bucket_of(rows)]
+
+
+class QuantizedLinear:
+    """y = x W^T for a quantized weight and x in bfloat16 or float16.
+
+    Few rows are multiplied with the weight as exactly as it is stored. Subclasses pack it, and may
+    multiply many rows in another way than with the dequantized matrix, which is rounded to 16 bits.
+    """
+
+    def __init__(self, choose: Choose = tuning.choose) -> None:
+        self.choose = choose
+        self._ahead = AheadCompiler()
+
+    def pack(self, weight: Weight) -> Packed:
+        """The weight in words."""
+        raise NotImplementedError
+
+    def prepare_many(self, weight: Weight, packed: Packed) -> Any:
+        """What `many_rows` needs beside the words."""
+
+    def many_rows(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """The product at any number of rows, 0 included; x has the weight's columns."""
+        assert isinstance(x, Tensor)
+        return F.linear(x, dequantize(prepared.packed, x.dtype), bias)
+
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Prepared:
+        """The weight in words, with a tiling for every number of rows; kernels for `uses` begin to
+        be compiled."""
+        packed = self.pack(weight)
+        num_tiles = triton.cdiv(packed.n, tuning.MIN_BLOCK_N)
+        prepared = Prepared(
+            packed=packed,
+            arrivals=torch.zeros(num_tiles, dtype=torch.int32, device=packed.words.device),
+            tilings={
+                epilogue: tuple(self.choose(packed, epilogue, bucket) for bucket in tuning.BUCKETS)
+                for epilogue in ("none", *EPILOGUES)
+            },
+            many=self.prepare_many(weight, packed),
+        )
+        if packed.words.device.type == "cuda":
+            for use in uses:
+                self._compile(prepared, "none" if use == "run" else use)
+        return prepared
+
+    def _compile(self, prepared: Prepared, epilogue: str) -> None:
+        """Kernels for any number of rows. Scales in half precision come with activations in it."""
+        packed, silu = prepared.packed, epilogue == "silu_mul"
+        half = packed.scales.dtype == torch.float16
+        like = packed.scales.new_empty(0, dtype=torch.float16 if half else torch.bfloat16)
+        for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
+            if tiling is None:
+                continue
+            x = like.new_empty(rows, packed.k)
+            out = like.new_empty(rows, packed.n // 2 if silu else packed.n)
+            residual = out if epilogue == "add" else None
+            _, arguments = plan(tiling, x, prepared, None, residual, out, silu)
+            fixed = [value for name, value in arguments.items() if name not in SIZES]
+            numbers = tuple(each for each in fixed if isinstance(each, (int, str)))
+            kinds = tuple(
+                each.dtype if isinstance(each, Tensor) else each is None for each in fixed
+            )
+            self._ahead.start(few_rows_kernel, (numbers, kinds), arguments)
+
+    def run(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """x [T, in] -> [T, out]."""
+        tiling = prepared.tiling("none", len(x))
+        if tiling is None or isinstance(x, Rounded):
+            return self._many_rows(x, prepared, bias)
+        return self._launch(tiling, x, prepared, bias)
+
+    def run_silu_mul(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """silu(gate) * up of the product's halves: x [T, in] -> [T, out / 2]."""
+        tiling = prepared.tiling("silu_mul", len(x))
+        if tiling is None or isinstance(x, Rounded):
+            return silu_mul(self._many_rows(x, prepared, bias))
+        return self._launch(tiling, x, prepared, bias, silu=True)
+
+    def adds(self, prepared: Prepared, num_rows: int) -> bool:
+        """Where the kernel for few rows makes the product."""
+        return prepared.tiling("add", num_rows) is not None
+
+    def run_add(
+        self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None, residual: Tensor
+    ) -> Tensor:
+        """The product plus residual [T, out] -> [T, out]."""
+        tiling = prepared.tiling("add", len(x))
+        if tiling is None or isinstance(x, Rounded):
+            return self._many_rows(x, prepared, bias) + residual
+        return self._launch(tiling, x, prepared, bias, residual=residual)
+
+    def _many_rows(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
+        """In act-order columns are gathered by a kernel of their own, here and before few rows are
+        multiplied: loads of single columns could not be pipelined into shared memory."""
+        order = prepared.packed.order
+        if order is not None and isinstance(x, Tensor):
+            x = gather_columns(x, order)
+        return self.many_rows(x, prepared, bias)
+
+    def _launch(
+        self,
+        tiling: Tiling,
+        x: Tensor,
+        prepared: Prepared,
+        bias: Tensor | None,
+        *,
+        residual: Tensor | None = None,
+        silu: bool = False,
+    ) -> Tensor:
+        """The product of x [T, in], 0 < T <= MAX_ROWS; rows of x and of the residual may lie
+        apart."""
+        self._ahead.wait()
+        order, n = prepared.packed.order, prepared.packed.n
+        x = x if order is None else gather_columns(x, order)
+        out = torch.empty((len(x), n // 2 if silu else n), dtype=x.dtype, device=x.device)
+        grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+        few_rows_kernel[grid](**arguments)
+        return out
+
+
+def plan(
+    tiling: Tiling,
+    x: Tensor,
+    prepared: Prepared,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    out: Tensor,
+    silu: bool,
+) -> tuple[tuple[int], dict[str, Any]]:
+    """Grid and arguments of `few_rows_kernel`."""
+    packed = prepared.packed
+    rows, n, k = len(x), packed.n, packed.k
+    assert x.stride(1) == 1 and x.shape[1] == k and not (silu and n % 2)
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    block_m = tuning.block_m(tuning.BUCKETS[tuning.bucket_of(rows)])
+    blocks = triton.cdiv(k, tiling.block_k)
+    programs = triton.cdiv(triton.cdiv(n, tiling.block_n) * blocks, tiling.share)
+    parts = tiling.parts(k)
+    assert parts <= tuning.MAX_PARTS and (packed.group or tiling.block_k) % tiling.block_k == 0
+    partials = None
+    if parts > 1:
+        size = (programs, 2, block_m, tiling.block_n)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    row_stride, block_stride = packed.strides(tiling.block_k)
+    arguments = {
+        "x": x,
+        "words": packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "bias": bias,
+        "residual": residual,
+        "out": out,
+        "partials": partials,
+        "arrivals": prepared.arrivals,
+        "M": rows,
+        "N": n,
+        "K": k,
+        # One row has any stride, and the kernel wants one that keeps rows aligned.
+        "x_stride": x.stride(0) if rows > 1 else k,
+        "residual_stride": residual.stride(0) if residual is not None and rows > 1 else n,
+        "row_stride": row_stride,
+        "block_stride": block_stride,
+        "scale_stride": packed.scales.shape[-1],
+        "share": tiling.share,
+        "FORMAT": packed.format,
+        "GROUPED": packed.group > 0,
+        "BLOCKS_PER_SCALE": max(1, packed.group // tiling.block_k),
+        "ROWS_PER_SCALE": packed.rows_per_scale,
+        "BLOCK_M": block_m,
+        "BLOCK_N": tiling.block_n,
+        "BLOCK_K": tiling.block_k,
+        "HALVES": tiling.block_n >= 32 * tiling.warps,
+        "PARTS": triton.next_power_of_2(parts),
+        "ALIGNED": tiling.aligned(k),
+        "EVEN_K": k % tiling.block_k == 0,
+        "SILU_MUL": silu,
+        "PREFETCH": tiling.prefetch,
+        "COMPILED": x.device.type == "cuda",
+        "num_warps": tiling.warps,
+        "num_stages": tiling.stages,
+    }
+    if tiling.registers is not None:
+        arguments["maxnreg"] = tiling.registers
+    return (programs,), arguments | launch_options(x.device)

@@ -1,0 +1,81 @@
+"""Inputs rounded to eight bits, in the interpreter, against their definitions in torch.
+
+The interpreter loses carries and subnormals of e4m3; on a GPU that is held to nearest.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.helpers.rounding import defined, hold_rounded
+from tests.helpers.weights import poison
+
+from rackmount_quant.kernels.rounding import LARGEST, Rounding
+from rackmount_registry.device.unpack import deinterleave
+
+FP8 = torch.float8_e4m3fn
+PER = ("token", "tensor", "group")
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    poison(monkeypatch)
+
+
+def rounding(dtype: torch.dtype, per: str) -> Rounding:
+    given = torch.tensor([0.01 if dtype == FP8 else 0.03]) if per == "tensor" else None
+    return Rounding(dtype=dtype, per=per, given=given)
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("size", [16, 72, 200, 256])
+def test_an_input_is_rounded_to_nearest(dtype: torch.dtype, per: str, size: int) -> None:
+    x = torch.randn(3, size + 8)[:, 8:].half() * torch.tensor([[1.0], [100.0], [1e-3]]).half()
+    how = rounding(dtype, per)
+    rounded = how.round(x)
+    hold_rounded(rounded, x, how, nearest=dtype != FP8)
+    values, scales = defined(x, how)
+    assert torch.equal(rounded.scales, scales)
+    if dtype == torch.int8:
+        assert torch.equal(deinterleave(rounded.values.float(), 8)[:, :size], values)
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_rows_of_zeros_and_values_out_of_range_are_safe(dtype: torch.dtype, per: str) -> None:
+    x = torch.zeros(2, 160).half()
+    x[1, 130:] = 6e4
+    rounded = rounding(dtype, per).round(x)
+    values = deinterleave(rounded.values.float(), 8)
+    assert not values[0].any() and not values[1, :130].any()
+    assert (values[1, 130:] == LARGEST[dtype]).all()
+    assert rounded.scales.isfinite().all() and (rounded.scales > 0).all()
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("added", [False, True])
+def test_a_norm_is_rounded_in_its_pass(dtype: torch.dtype, per: str, added: bool) -> None:
+    x, residual = torch.randn(3, 152)[:, :144].half(), torch.randn(3, 144).half()
+    weight, how = torch.randn(144).half(), rounding(dtype, per)
+    rounded, total = how.round_norm(x, residual if added else None, weight, 1e-5)
+    wanted = (x.float() + residual.float()).half() if added else x
+    assert torch.equal(total, wanted)
+    norm = F.rms_norm(wanted.float(), (144,), eps=1e-5).half() * weight
+    hold_rounded(rounded, norm, how, nearest=dtype != FP8)
+
+
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_an_activation_is_rounded_in_its_pass(dtype: torch.dtype, per: str) -> None:
+    gate, up = torch.randn(3, 288).half().chunk(2, -1)
+    how = rounding(dtype, per)
+    product = (F.silu(gate.float()) * up.float()).half()
+    hold_rounded(how.round_silu_mul(gate, up), product, how, nearest=dtype != FP8)
+
+
+def test_no_rows_are_rounded_to_none() -> None:
+    for per in PER:
+        rounded = rounding(FP8, per).round(torch.zeros(0, 144).half())
+        assert rounded.values.shape == (0, 144) and len(rounded.scales) == 0

@@ -1,0 +1,86 @@
+"""Words that become operands, in the interpreter: every value, in its column."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from rackmount_registry.device.unpack import (
+    deinterleave,
+    interleave,
+    pack_nibbles,
+    unpack_fp8,
+    unpack_int4,
+    unpack_int8,
+)
+
+ROWS = 16
+
+
+@triton.jit
+def unpack_kernel(
+    words, zeros, out, FORMAT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
+):
+    W: tl.constexpr = K // 8 if FORMAT == "int4" else K // 4
+    rows = tl.arange(0, R)
+    read = tl.load(words + rows[:, None] * W + tl.arange(0, W)[None, :])
+    if zeros is None:
+        zero = None
+    else:
+        zero = tl.load(zeros + rows)
+    if FORMAT == "int4":
+        values = unpack_int4(read, zero, dtype, False)
+    elif FORMAT == "int8":
+        values = unpack_int8(read, zero, dtype, False)
+    else:
+        values = unpack_fp8(read, dtype, False)
+    tl.store(out + rows[:, None] * K + tl.arange(0, K)[None, :], values.to(tl.float32))
+
+
+def unpack(words: torch.Tensor, form: str, k: int, dtype: object, zeros: object) -> torch.Tensor:
+    out = torch.full((ROWS, k), torch.nan)
+    unpack_kernel[(1,)](words, zeros, out, FORMAT=form, K=k, R=ROWS, dtype=dtype)
+    return out
+
+
+@pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_four_bits_less_zero_are_exact(dtype: object, asymmetric: bool) -> None:
+    values = torch.stack([torch.randperm(64) % 16 for _ in range(ROWS)]).to(torch.uint8)
+    zeros = torch.arange(float(ROWS)) if asymmetric else None
+    out = unpack(pack_nibbles(interleave(values, 4)), "int4", 64, dtype, zeros)
+    wanted = values.float() - (8 if zeros is None else zeros[:, None])
+    assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)
+@pytest.mark.parametrize("asymmetric", [False, True])
+def test_eight_bits_less_zero_are_exact(dtype: object, asymmetric: bool) -> None:
+    values = (torch.stack([torch.randperm(256) for _ in range(ROWS)]) - 128).to(torch.int8)
+    zeros = torch.linspace(-128, 127, ROWS).round() if asymmetric else None
+    out = unpack(interleave(values, 8).view(torch.int32), "int8", 256, dtype, zeros)
+    wanted = values.float() - (0 if zeros is None else zeros[:, None])
+    assert torch.equal(out, wanted)
+
+
+def test_every_e4m3_number_is_exact() -> None:
+    """In float16; the interpreter has no subnormal bfloat16."""
+    codes = torch.stack([torch.randperm(256) for _ in range(ROWS)]).to(torch.uint8)
+    values = codes.view(torch.float8_e4m3fn).float()
+    out = unpack(interleave(codes, 8).view(torch.int32), "fp8", 256, tl.float16, None)
+    finite = values.isfinite()
+    assert torch.equal(out[finite], values[finite])
+    assert (out[~finite].abs() == 480).all()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_columns_come_back_in_order(bits: int) -> None:
+    values = torch.randint(0, 16, (3, 128), dtype=torch.uint8)
+    mixed = interleave(values, bits)
+    assert not torch.equal(mixed, values)
+    assert torch.equal(deinterleave(mixed, bits), values)
+
+
+def test_nibbles_are_packed_by_rising_bits() -> None:
+    values = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 15]], dtype=torch.uint8)
+    assert pack_nibbles(values).item() & 0xFFFFFFFF == 0xF7654321

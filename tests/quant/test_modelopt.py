@@ -1,0 +1,107 @@
+"""The scheme modelopt: its FP8 algorithms in both spellings of the configuration."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.schemes import load, read_scheme
+
+from rackmount_quant.modelopt import ModelOptScheme
+from rackmount_quant.rounding import round_blocks, round_e4m3
+from rackmount_registry.errors import ConfigError
+from rackmount_registry.formats import KVCacheScheme, StoredFormat
+
+UP = "model.layers.0.mlp.up_proj"
+PRODUCER = {"name": "modelopt", "version": "0.33.0"}
+
+
+def scheme(nested: bool = False, **settings: Any) -> ModelOptScheme:
+    outer = {"quant_method": "modelopt", "producer": PRODUCER}
+    values = outer | ({"quantization": settings} if nested else settings)
+    return read_scheme(ModelOptScheme, values)
+
+
+def stored_as(algorithm: str) -> StoredFormat:
+    stored = scheme(quant_algo=algorithm).format_for(UP, (8, 8), "linear")
+    assert stored is not None
+    return stored
+
+
+def test_fp8_has_a_scale_a_tensor_and_a_static_one_for_inputs() -> None:
+    values, scales = round_e4m3(torch.randn(6, 8), "tensor")
+    packed = {"weight": values, "weight_scale": scales.squeeze(), "input_scale": torch.tensor(0.5)}
+    finished = load(stored_as("FP8"), [packed], (6,), 8)
+    assert (finished.format, finished.activation) == ("fp8_rows", "tensor")
+    assert torch.equal(finished.dequantize(), values.float() * scales)
+    assert finished.tensors["input_scale"].tolist() == [0.5]
+
+
+def test_channels_have_scales_and_inputs_are_rounded_by_token() -> None:
+    values, scales = round_e4m3(torch.randn(6, 8), "channel")
+    packed = {"weight": values, "weight_scale": scales}
+    finished = load(stored_as("FP8_PER_CHANNEL_PER_TOKEN"), [packed], (6,), 8)
+    assert (finished.format, finished.activation) == ("fp8_rows", "token")
+    assert torch.equal(finished.dequantize(), values.float() * scales.unsqueeze(1))
+
+
+@pytest.mark.parametrize("algorithm", ["FP8_PB_WO", "fp8_pb_wo"])
+def test_blocks_have_scales_in_four_dimensions_and_inputs_stay(algorithm: str) -> None:
+    values, scales = round_blocks(torch.randn(200, 130), 128)
+    packed = {"weight": values, "weight_scale": scales[:, None, :, None]}
+    finished = load(stored_as(algorithm), [packed], (200,), 130)
+    assert (finished.format, finished.activation) == ("fp8_blocks", "plain")
+    spread = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :130]
+    assert torch.equal(finished.dequantize(), values.float() * spread)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_what_is_excluded_is_plain_in_both_spellings(nested: bool) -> None:
+    exclusions = ["lm_head", "model.layers.0*", "*.self_attn.qkv_proj"]
+    key = "exclude_modules" if nested else "ignore"
+    chosen = scheme(nested, quant_algo="FP8", **{key: exclusions})
+    assert chosen.format_for(UP, (8, 8), "linear") is None
+    assert chosen.format_for("model.layers.1.self_attn.k_proj", (8, 8), "linear") is None
+    assert chosen.format_for("model.layers.1.mlp.up_proj", (8, 8), "linear") is not None
+    assert chosen.format_for("model.layers.1.mlp.gate", (8, 8), "router") is None
+    assert chosen.format_for("lm_head", (8, 8), "head") is None
+
+
+@pytest.mark.parametrize(
+    ("nested", "settings", "expected"),
+    [
+        (True, {"kv_cache_quant_algo": "FP8"}, KVCacheScheme()),
+        (True, {"kv_cache_quant_algo": None}, None),
+        (False, {"kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False}}, True),
+        (False, {}, None),
+    ],
+)
+def test_the_kv_cache_is_as_the_checkpoint_wants_it(
+    nested: bool, settings: dict[str, Any], expected: Any
+) -> None:
+    kv_cache = scheme(nested, quant_algo="FP8", **settings).kv_cache
+    assert kv_cache == (KVCacheScheme() if expected else None)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_algo": "NVFP4"}, "quant_algo='NVFP4' must be one of FP8, FP8_PER_CHANNEL"),
+        ({"quant_algo": "W4A16_NVFP4"}, "quant_algo='W4A16_NVFP4' must be one of"),
+        ({"quant_algo": "MXFP8"}, "quant_algo='MXFP8' must be one of"),
+        ({"quant_algo": "MIXED_PRECISION"}, "quant_algo='MIXED_PRECISION' must be one of"),
+        ({}, "quant_algo=None must be one of"),
+        ({"quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo='NVFP4'"),
+        ({"quant_algo": "FP8", "quantized_layers": {"a": 1}}, "quantized_layers"),
+        ({"quant_algo": "FP8", "exclude_modules": "lm_head"}, "must be a list of names"),
+    ],
+)
+def test_what_is_not_read_is_refused(nested: bool, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        scheme(nested, **settings)
+
+
+def test_what_says_the_same_again_is_harmless() -> None:
+    scheme(quant_algo="FP8", config_groups={"group_0": {}}, group_size=None)
+    scheme(True, quant_algo="FP8", group_size=16)
