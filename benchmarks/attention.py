@@ -1,7 +1,7 @@
 """Paged attention backends on this GPU: decoding in TB/s of keys and values, prefill in TFLOP/s.
 
 Usage: python benchmarks/attention.py [--backends triton,flash-attn,flashinfer,torch]
-       [--cases decode,prefill] [--block-size 16] [--tune] [--out FILE.json]
+       [--cases decode,prefill] [--block-size 16] [--kv-dtype fp8] [--tune] [--out FILE.json]
 
 Decoding is timed as an engine runs it: one static step captured in a CUDA graph, as many layers,
 each with a cache of its own, as make the cache four times the L2. Prefill is launched layer by
@@ -28,17 +28,20 @@ from rackmount_backends.plugin import attention_backends
 from rackmount_backends.triton_attention import backend as triton_backend
 from rackmount_backends.triton_attention.tiles import DecodeTiles, PrefillTiles
 from rackmount_registry.attention import (
+    FP8,
     AttentionBackend,
     AttentionBatch,
     AttentionContext,
     AttentionParams,
     DeviceTables,
+    KVScales,
 )
 from rackmount_registry.offers import import_attribute
 from rackmount_tools.ceilings import measure_ceilings
 from rackmount_tools.machine import describe_machine
 
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
+KV_DTYPES = {"bfloat16": DTYPE, "fp8": FP8}
 MAX_MODEL_LEN, MAX_NUM_SEQS = 40960, 512
 ROTATED_BYTES = 240 << 20
 MAX_LAYERS = 64
@@ -59,11 +62,10 @@ class Load:
     query_lens: tuple[int, ...]
     seq_lens: tuple[int, ...]
 
-    @property
-    def num_bytes(self) -> int:
+    def num_bytes(self, kv_dtype: torch.dtype) -> int:
         """Keys and values of all tokens."""
         p = self.params
-        return 2 * sum(self.seq_lens) * p.num_kv_heads * p.head_size * DTYPE.itemsize
+        return 2 * sum(self.seq_lens) * p.num_kv_heads * p.head_size * kv_dtype.itemsize
 
     @property
     def num_operations(self) -> int:
@@ -91,6 +93,7 @@ DECODE = {
     "llama 4 x 4096": decoding(LLAMA, *[4096] * 4),
     "llama 16 x 4096": decoding(LLAMA, *[4096] * 16),
     "llama 64 x 4096": decoding(LLAMA, *[4096] * 64),
+    "llama 64 x 8192": decoding(LLAMA, *[8192] * 64),
     "llama 256 x 1000": decoding(LLAMA, *[1000] * 256),
     "llama 64 ragged": decoding(LLAMA, *RAGGED),
     "llama 63 x 1000 + 32768": decoding(LLAMA, *[1000] * 63, 32768),
@@ -111,16 +114,16 @@ PREFILL = {
 DECODE_TILES = [
     DecodeTiles(block_n=block_n, num_warps=num_warps, num_stages=num_stages)
     for block_n, num_warps, num_stages in (
-        (32, 2, 3), (32, 4, 4), (32, 4, 5), (64, 2, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4),
-        (64, 8, 3), (128, 4, 2), (128, 8, 2),
+        (32, 2, 3), (32, 4, 4), (32, 4, 5), (64, 2, 3), (64, 2, 4), (64, 4, 2), (64, 4, 3),
+        (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 4, 3), (128, 8, 2), (128, 8, 3),
     )
 ]  # fmt: skip
 PREFILL_TILES = [
     PrefillTiles(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
     for block_m, block_n, num_warps, num_stages in (
         (128, 32, 4, 2), (128, 32, 4, 3), (128, 32, 4, 4), (128, 32, 8, 3), (128, 64, 8, 2),
-        (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3), (64, 128, 4, 2),
-        (256, 32, 8, 3),
+        (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+        (64, 128, 4, 2), (256, 32, 8, 3),
     )
 ]  # fmt: skip
 
@@ -128,7 +131,9 @@ PREFILL_TILES = [
 class Step:
     """A load on a backend: its batch, and a cache and queries for each of several layers."""
 
-    def __init__(self, load: Load, backend: AttentionBackend, block_size: int) -> None:
+    def __init__(
+        self, load: Load, backend: AttentionBackend, block_size: int, kv_dtype: torch.dtype
+    ) -> None:
         self.load, self.backend = load, backend
         rng = np.random.default_rng(0)
         needs = [-(-n // block_size) for n in load.seq_lens]
@@ -152,20 +157,27 @@ class Step:
             is_static=self.decodes,
         )
         p, tokens = load.params, sum(load.query_lens)
-        num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // load.num_bytes)))
+        num_layers = min(MAX_LAYERS, max(2, -(-ROTATED_BYTES // load.num_bytes(kv_dtype))))
         slots = sum(needs) * block_size
         self.layers = [
             (
                 torch.randn(tokens, p.num_heads, p.head_size, dtype=DTYPE, device=DEVICE),
-                torch.randn(2, slots, p.num_kv_heads, p.head_size, dtype=DTYPE, device=DEVICE),
+                torch.randn(2, slots, p.num_kv_heads, p.head_size, dtype=DTYPE, device=DEVICE).to(
+                    kv_dtype
+                ),
             )
             for _ in range(num_layers)
         ]
+        one = torch.ones(p.num_kv_heads, device=DEVICE)
+        self.scales = KVScales(k=one, v=one) if kv_dtype == FP8 else None
 
     def run(self) -> list[Tensor]:
         """All layers once, planned anew unless they are static."""
-        plan = self.backend.plan(self.batch)
-        return [self.backend.run(q, cache, plan, self.load.params) for q, cache in self.layers]
+        return self.attend(self.backend.plan(self.batch))
+
+    def attend(self, plan: Any) -> list[Tensor]:
+        params = self.load.params
+        return [self.backend.run(q, kv, plan, params, self.scales) for q, kv in self.layers]
 
     def microseconds(self, captured: bool) -> float:
         """Of one layer; `captured`, for a step of a backend that is graph-safe."""
@@ -176,8 +188,7 @@ class Step:
             plan = self.backend.plan(self.batch)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                for q, cache in self.layers:
-                    self.backend.run(q, cache, plan, self.load.params)
+                self.attend(plan)
             run = graph.replay
         repeats = max(1, round(ROUND_US / elapsed_us(run, 2)))
         return statistics.median(elapsed_us(run, repeats) for _ in range(ROUNDS)) / len(self.layers)
@@ -193,7 +204,7 @@ def elapsed_us(run: Callable[[], object], repeats: int) -> float:
     return begin.elapsed_time(end) * 1e3 / repeats
 
 
-def context_of(load: Load, block_size: int) -> AttentionContext:
+def context_of(load: Load, block_size: int, kv_dtype: torch.dtype) -> AttentionContext:
     return AttentionContext(
         layers=frozenset({load.params}),
         block_size=block_size,
@@ -202,19 +213,19 @@ def context_of(load: Load, block_size: int) -> AttentionContext:
         max_model_len=MAX_MODEL_LEN,
         device=DEVICE,
         dtype=DTYPE,
-        kv_dtype=DTYPE,
+        kv_dtype=kv_dtype,
     )
 
 
-def measure(name: str, load: Load, block_size: int) -> dict[str, float]:
+def measure(name: str, load: Load, block_size: int, kv_dtype: torch.dtype) -> dict[str, float]:
     """Microseconds of a layer, and the rate that it reaches."""
     descriptor = next(each for each in attention_backends() if each.name == name)
     factory = import_attribute(descriptor.factory, f"attention backend {name}")
-    step = Step(load, factory(context_of(load, block_size)), block_size)
+    step = Step(load, factory(context_of(load, block_size, kv_dtype)), block_size, kv_dtype)
     captured = step.decodes and descriptor.graph_safe
     us = step.microseconds(captured)
     if step.decodes:
-        return {"us": round(us, 2), "TB/s": round(load.num_bytes / us / 1e6, 3)}
+        return {"us": round(us, 2), "TB/s": round(load.num_bytes(kv_dtype) / us / 1e6, 3)}
     return {"us": round(us, 1), "TFLOP/s": round(load.num_operations / us / 1e6, 1)}
 
 
@@ -231,19 +242,19 @@ def figures_of(load: Load, args: argparse.Namespace) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     if not args.tune:
         for name in args.backends.split(","):
-            figures[name] = attempt(name, load, args.block_size)
+            figures[name] = attempt(name, load, args)
         return figures
     decodes = max(load.query_lens) == 1
     for tiles in DECODE_TILES if decodes else PREFILL_TILES:
         label = " ".join(str(value) for value in asdict(tiles).values())
         with tiled(tiles):
-            figures[label] = attempt("triton", load, args.block_size)
+            figures[label] = attempt("triton", load, args)
     return figures
 
 
-def attempt(name: str, load: Load, block_size: int) -> dict[str, Any]:
+def attempt(name: str, load: Load, args: argparse.Namespace) -> dict[str, Any]:
     try:
-        return measure(name, load, block_size)
+        return measure(name, load, args.block_size, KV_DTYPES[args.kv_dtype])
     except Exception as error:  # a vendor's, or of tiles that do not fit: others count
         return {"error": f"{type(error).__name__}: {error}"[:300]}
     finally:
@@ -269,6 +280,7 @@ def main() -> None:
     parser.add_argument("--cases", default="decode,prefill", help="any of decode,prefill")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--kv-dtype", choices=tuple(KV_DTYPES), default="bfloat16")
     parser.add_argument("--tune", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -289,12 +301,13 @@ def main() -> None:
     summary = {
         "machine": machine,
         "block_size": args.block_size,
+        "kv_dtype": args.kv_dtype,
         "ceilings": {unit: round(value, 2) for unit, value in reached.items()},
         "results": results,
     }
     if args.out:
         args.out.write_text(json.dumps(summary, indent=1) + "\n")
-    print(f"\nceilings {summary['ceilings']}, page {args.block_size}, {DTYPE}")
+    print(f"\nceilings {summary['ceilings']}, page {args.block_size}, {args.kv_dtype} KV")
     print(table(results))
 
 

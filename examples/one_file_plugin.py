@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from rackmount_registry import hookimpl
-from rackmount_registry.attention import AttentionBatch, AttentionContext, AttentionParams
+from rackmount_registry.attention import AttentionBatch, AttentionContext, AttentionParams, KVScales
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.descriptors import AttentionBackend
 from rackmount_registry.plugins import PluginManager
@@ -42,7 +42,10 @@ def attention_backends() -> list[AttentionBackend]:
             name="naive",
             factory=f"{__name__}:NaiveAttention",
             band="reference",
-            cells=(Cell(devices=("cpu",), dtypes=("float32", "float64")),),
+            cells=(
+                Cell(devices=("cpu",), dtypes=("float32",), kv_dtypes=("float32",)),
+                Cell(devices=("cpu",), dtypes=("float64",), kv_dtypes=("float64",)),
+            ),
             cache_layout="slots",
             preferred_block_sizes=(16,),
         )
@@ -65,7 +68,14 @@ class NaiveAttention:
             slots.append((blocks[:, None] * self.block_size + offsets).flatten()[:length])
         return batch, slots
 
-    def run(self, q: Tensor, cache: Tensor, plan: tuple, params: AttentionParams) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: tuple,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         batch, slots = plan
         starts = batch.query_start_loc
         return torch.cat(

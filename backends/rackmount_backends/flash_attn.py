@@ -21,6 +21,7 @@ from rackmount_registry.attention import (
     AttentionContext,
     AttentionParams,
     DeviceTables,
+    KVScales,
 )
 from rackmount_registry.capabilities import Demand
 
@@ -64,8 +65,16 @@ class FlashAttention:
             max_query_len=int(query_lens.max(initial=0)) if self._splits else None,
         )
 
-    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
+        assert scales is None, "its kernels read no FP8 cache"
         if len(q) == 0:
             return q.new_empty(q.shape)
         shape = (2, -1, self._block_size, params.num_kv_heads, params.head_size)

@@ -7,6 +7,7 @@ from rackmount_registry.descriptors import AttentionBackend, LinearKernel, OpSet
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 NARROW = ("bfloat16", "float16")
+FP8 = "float8_e4m3fn"
 QUANTIZED = ("int8_rows", "fp8_rows", "fp8_blocks", "int4_groups", "int8_groups")
 """All weight formats but "dense"."""
 TRITON = (Requirement(module="triton", install="pip install 'triton>=3.6'"),)
@@ -32,8 +33,8 @@ TORCH_ATTENTION = AttentionBackend(
         Cell(
             devices=("cpu", "cuda"),
             dtypes=(dtype,),
-            kv_dtypes=(dtype,),
-            features=frozenset({"sliding_window"}),
+            kv_dtypes=(dtype, FP8),
+            features=frozenset({"sliding_window", "head_scales"}),
         )
         for dtype in DTYPES
     ),
@@ -49,17 +50,28 @@ TRITON_ATTENTION = AttentionBackend(
     cache_layout="slots",
     preferred_block_sizes=(16, 32, 64, 128),
     metadata="device",
-    cells=tuple(
+    cells=(
+        *(
+            Cell(
+                devices=("cuda",),
+                compute_capability=(8, 0),
+                dtypes=(dtype,),
+                kv_dtypes=(dtype,),
+                head_sizes=tuple(range(16, 257, 16)),
+                block_sizes=(16, 32, 64, 128, 256),
+                features=frozenset({"sliding_window", "soft_cap"}),
+            )
+            for dtype in ("bfloat16", "float16", "float32")
+        ),
         Cell(
             devices=("cuda",),
-            compute_capability=(8, 0),
-            dtypes=(dtype,),
-            kv_dtypes=(dtype,),
-            head_sizes=tuple(range(16, 257, 16)),
+            compute_capability=(8, 9),  # the first to convert FP8
+            dtypes=NARROW,
+            kv_dtypes=(FP8,),
+            head_sizes=tuple(range(32, 257, 16)),
             block_sizes=(16, 32, 64, 128, 256),
-            features=frozenset({"sliding_window", "soft_cap"}),
-        )
-        for dtype in ("bfloat16", "float16", "float32")
+            features=frozenset({"sliding_window", "soft_cap", "head_scales"}),
+        ),
     ),
 )
 
@@ -122,13 +134,14 @@ FLASHINFER = AttentionBackend(
     cells=tuple(
         Cell(
             devices=("cuda",),
-            compute_capability=(8, 0),
+            compute_capability=capability,
             dtypes=(dtype,),
-            kv_dtypes=(dtype,),
+            kv_dtypes=(kv_dtype,),
             head_sizes=(64, 128, 256),
             features=frozenset({"sliding_window", "soft_cap"}),
         )
         for dtype in NARROW
+        for capability, kv_dtype in (((8, 0), dtype), ((8, 9), FP8))
     ),
 )
 
@@ -146,7 +159,7 @@ def op_sets() -> list[OpSet]:
             factory="rackmount_backends.torch_ops:TORCH_OPS",
             summary="plain torch, fewer passes than the definitions",
             band="reference",
-            ops=(*OPS, "route"),
+            ops=(*OPS, "gate"),
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES),),
         ),
         OpSet(
@@ -157,12 +170,14 @@ def op_sets() -> list[OpSet]:
             band="portable",
             graph_safe=True,
             ops=OPS,
-            cells=(
+            cells=tuple(
                 Cell(
                     devices=("cuda",),
-                    compute_capability=(8, 0),
+                    compute_capability=capability,
                     dtypes=("float32", "bfloat16", "float16"),
-                ),
+                    kv_dtypes=kv_dtypes,
+                )
+                for capability, kv_dtypes in (((8, 0), DTYPES), ((8, 9), (FP8,)))
             ),
         ),
     ]

@@ -23,6 +23,7 @@ from rackmount_registry.attention import (
     AttentionBatch,
     AttentionContext,
     AttentionParams,
+    KVScales,
 )
 
 MAX_GATHERED_KEYS = {"cpu": 2**11, "cuda": 2**16}
@@ -149,22 +150,41 @@ class TorchAttention:
         """Copies what the groups are made from."""
         return Plan(batch, self._context)
 
-    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
-        """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
+        """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]. What an
+        FP8 cache stands for is computed with in float32."""
         groups = plan.groups(params.sliding_window)
         if len(groups) == 1:
-            return self._attend(q, cache, groups[0], params)
+            return self._attend(q, cache, groups[0], params, scales)
         out = q.new_empty(q.shape)
         for group in groups:
-            out[group.tokens] = self._attend(q[group.tokens], cache, group, params)
+            out[group.tokens] = self._attend(q[group.tokens], cache, group, params, scales)
         return out
 
-    def _attend(self, q: Tensor, cache: Tensor, group: Group, params: AttentionParams) -> Tensor:
+    def _attend(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        group: Group,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         """q [R Q, H, D] of one group -> [R Q, H, D]."""
-        num_kv_heads, size = params.num_kv_heads, params.head_size
+        num_kv_heads, size, mask = params.num_kv_heads, params.head_size, group.mask
+        dtype, gathered = q.dtype, self._gather(cache, group.slots)
+        if scales is not None:
+            q = q.to(torch.promote_types(dtype, torch.float32))
+            gathered = scales.widen(gathered, q.dtype)
+            mask = None if mask is None else mask.to(q.dtype)
         keys, values = (
-            t.view(group.num_requests, -1, num_kv_heads, size).transpose(1, 2)
-            for t in self._gather(cache, group.slots)
+            t.view(group.num_requests, -1, num_kv_heads, size).transpose(1, 2) for t in gathered
         )
         # A single query's heads that share a key head take the place of its tokens.
         decoding = len(q) == group.num_requests
@@ -176,22 +196,22 @@ class TorchAttention:
             rows,
             keys,
             values,
-            attn_mask=group.mask,
+            attn_mask=mask,
             is_causal=group.is_causal,
             scale=params.scale,
             enable_gqa=not decoding,
         )
-        return (out if decoding else out.transpose(1, 2)).reshape(q.shape)
+        return (out if decoding else out.transpose(1, 2)).reshape(q.shape).to(dtype)
 
-    def _gather(self, cache: Tensor, slots: slice | Tensor) -> tuple[Tensor, ...]:
-        """Keys and values [R N, G, D]: views of the cache, or copies in the workspace, which last
-        until the next call."""
+    def _gather(self, cache: Tensor, slots: slice | Tensor) -> Tensor:
+        """Keys and values [2, R N, G, D]: a view of the cache, or copies in the workspace, which
+        last until the next call."""
         if isinstance(slots, slice):
-            return cache[:, slots].unbind()
+            return cache[:, slots]
         shape = (2, len(slots), *cache.shape[2:])
         if self._workspace.dtype != cache.dtype or self._workspace.numel() < prod(shape):
             self._workspace = cache.new_empty(prod(shape))
-        gathered = self._workspace[: prod(shape)].view(shape).unbind()
+        gathered = self._workspace[: prod(shape)].view(shape)
         for source, target in zip(cache, gathered, strict=True):
             torch.index_select(source, 0, slots, out=target)
         return gathered

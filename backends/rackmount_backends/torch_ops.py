@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rackmount_registry import ops
+from rackmount_registry.attention import narrow
 
 WIDE = (torch.float32, torch.float64)
 
@@ -45,6 +46,8 @@ def rotary_write(
     interleaved: bool,
     cache: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `ops.rotary_write`. All heads are turned at once."""
     if q_norm is not None and k_norm is not None:
@@ -55,7 +58,12 @@ def rotary_write(
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], v[kept]
-    cache.index_copy_(1, slots.long(), torch.stack((k, v)).to(cache.dtype))
+    if k_scale is None or v_scale is None:
+        cache.index_copy_(1, slots.long(), torch.stack((k, v)).to(cache.dtype))
+    else:
+        both = torch.stack((narrow(k, k_scale), narrow(v, v_scale)))
+        # `index_copy_` does not know FP8; copies of bytes are copies of numbers.
+        cache.view(torch.uint8).index_copy_(1, slots.long(), both.view(torch.uint8))
     return q
 
 
@@ -85,7 +93,7 @@ TORCH_OPS = SimpleNamespace(
     rotary_write=rotary_write,
     # Once a step each, or bound by their sort: the definitions are as fast as it gets.
     embedding=ops.embedding,
-    route=ops.route,
+    gate=ops.gate,
     build_batch=ops.build_batch,
     sample=ops.sample,
 )

@@ -1,5 +1,6 @@
 """What an engine is asked for."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -10,6 +11,7 @@ from rackmount_registry.plain import misfits
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 POLICIES = ("fcfs", "priority")
 LOAD_FORMATS = ("auto", "dummy")
+KV_CACHE_DTYPES = ("auto", "model", "fp8")
 OTHER_NAMES = {
     "attention_backend": "backend",
     "tensor_parallel_size": "tp",
@@ -56,6 +58,12 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's whole memory that may be in use: by weights, activations, graphs and KV of
     this engine, and by whoever else is there."""
+    kv_cache_dtype: str = "auto"
+    """"model" is that of activations, "fp8" float8_e4m3fn; "auto" is what the checkpoint says, or
+    "model"."""
+    kv_scale: float | None = None
+    """Of keys and values in an FP8 cache, for checkpoints that bring no scales: what is stored is
+    their quotient, cut off at 448."""
     block_size: int | None = None
     """Tokens per KV block; None is the backend's preference."""
     max_num_seqs: int = 256
@@ -124,6 +132,9 @@ class EngineConfig:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        if self.kv_scale is not None and not 0 < self.kv_scale < math.inf:
+            raise ConfigError(f"kv_scale={self.kv_scale} must be finite and above 0")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
             raise ConfigError(f"gpu_memory_utilization={given} must be above 0 and at most 1")

@@ -10,7 +10,7 @@ import torch
 from rackmount.config import DTYPES, EngineConfig
 from rackmount.execution.sizes import MIXED_SIZES, decode_sizes
 from rackmount.executors.choice import choose_executor
-from rackmount_registry.attention import CACHE_LAYOUTS
+from rackmount_registry.attention import CACHE_LAYOUTS, FP8, KVCache
 from rackmount_registry.axes import Mesh, Solo
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.config import ConfigReader
@@ -23,6 +23,7 @@ from rackmount_registry.descriptors import (
 )
 from rackmount_registry.errors import ConfigError, PluginError, did_you_mean
 from rackmount_registry.executor import Seat
+from rackmount_registry.formats import QuantizationScheme as QuantizationSchemePart
 from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
 from rackmount_registry.offers import Offer, broken_note, legal_names, normalize
 from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
@@ -83,6 +84,11 @@ class Rack:
         return [size for size in MIXED_SIZES if size <= most]
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of the KV cache."""
+        return self.draft.kv_cache.dtype
+
+    @property
     def block_size(self) -> int:
         """Tokens per KV block."""
         return self.attention.block_size
@@ -90,7 +96,7 @@ class Rack:
     @property
     def kv_bytes_per_token(self) -> int:
         """Over all layers of this rank."""
-        return sum(spec.bytes_per_token for spec in self.draft.cache_specs(self.dtype))
+        return sum(spec.bytes_per_token for spec in self.draft.cache_specs())
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -122,9 +128,21 @@ def draft_rack(
     mesh = Mesh.tensor_parallel(seat.group if seat else Solo(size=config.tp))
     options = parse_options(config.plugin_config, manager.offers())
     scheme, scheme_part = _scheme(config, reader, manager, options)
-    drafted = draft(architecture.load(), reader, dtype=dtype, mesh=mesh, scheme=scheme_part)
+    kv_cache = _kv_cache(config, dtype, scheme_part)
+    drafted = draft(
+        architecture.load(),
+        reader,
+        dtype=dtype,
+        mesh=mesh,
+        scheme=scheme_part,
+        kv_cache=kv_cache,
+    )
     demand = Demand(
-        device=device.type, compute_capability=_capability(device), dtype=_name(dtype), num_ranks=1
+        device=device.type,
+        compute_capability=_capability(device),
+        dtype=_name(dtype),
+        kv_dtype=_name(kv_cache.dtype),
+        num_ranks=1,
     )
     opted_in = _opted_in(config, manager)
     parts = select_parts(
@@ -282,6 +300,25 @@ def _online_scheme(
     return offer, instantiate(offer, options, None)
 
 
+def _kv_cache(
+    config: EngineConfig, dtype: torch.dtype, scheme: QuantizationSchemePart | None
+) -> KVCache:
+    """What was asked for, or else what the checkpoint's scheme says."""
+    stored = scheme.kv_cache if scheme else None
+    wanted = config.kv_cache_dtype
+    if wanted == "fp8" or (wanted == "auto" and stored is not None):
+        scale = config.kv_scale
+        if scale is None and config.load_format == "dummy":
+            scale = 1.0
+        return KVCache(dtype=FP8, per=stored.per if stored else "tensor", scale=scale)
+    if config.kv_scale is not None:
+        raise ConfigError(
+            f"kv_scale={config.kv_scale} is for an FP8 KV cache, and kv_cache_dtype={wanted!r} "
+            f"makes it {_name(dtype)}; choose kv_cache_dtype='fp8', or leave kv_scale out"
+        )
+    return KVCache(dtype=dtype, ignores_scales=wanted == "model")
+
+
 def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
     """One demand for all attention layers: they share one KV group."""
     layers = drafted.attention_params
@@ -294,9 +331,9 @@ def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
         device=demand.device,
         compute_capability=demand.compute_capability,
         dtype=demand.dtype,
-        kv_dtype=demand.dtype,
+        kv_dtype=demand.kv_dtype,
         head_size=sizes[0],
-        features=frozenset().union(*(layer.features for layer in layers)),
+        features=drafted.kv_cache.features.union(*(layer.features for layer in layers)),
     )
 
 

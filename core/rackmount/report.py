@@ -4,7 +4,9 @@ import torch
 
 from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore
+from rackmount.execution.saturation import TOO_MANY, too_small
 from rackmount.rack import Rack
+from rackmount_registry.attention import FP8
 from rackmount_registry.plugins import PluginManager
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -17,6 +19,8 @@ def startup_report(rack: Rack, core: EngineCore, manager: PluginManager) -> list
         headline(rack),
         *map(str, decisions(rack, manager)),
         f"weights: {size(rack.draft.weight_bytes)}{each} ({size(core.weight_bytes_read)} read)",
+        *kv_scales(rack),
+        *saturation(core),
         *capacity(rack, core.num_kv_blocks),
         graphs(rack),
     ]
@@ -26,6 +30,28 @@ def headline(rack: Rack) -> str:
     """The model and how it runs."""
     ranks = f", {rack.num_ranks} ranks" if rack.num_ranks > 1 else ""
     return f"{rack.config.model} in {dtype_name(rack.dtype)} on {rack.device}{ranks}"
+
+
+def kv_scales(rack: Rack) -> list[str]:
+    """Where the scales of an FP8 KV cache come from; nothing of another cache."""
+    cache = rack.draft.kv_cache
+    if cache.dtype != FP8:
+        return []
+    of = "one for each KV head" if cache.per == "head" else "one for each layer"
+    source = f"the checkpoint's, {of}" if cache.scale is None else f"{cache.scale} for all"
+    return [f"KV cache in {dtype_name(FP8)}, scales: {source}"]
+
+
+def saturation(core: EngineCore) -> list[str]:
+    """What the start-up check of an FP8 KV cache found; nothing of another cache."""
+    if not core.saturation:
+        return []
+    if wrong := too_small(core.saturation, core.num_tried):
+        return [f"WARNING: {wrong}"]
+    return [
+        f"KV scales hold {core.num_tried} random tokens: no layer has more than {TOO_MANY:.2%} of "
+        "its keys or values at FP8's end; real text may reach further"
+    ]
 
 
 def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:

@@ -9,11 +9,55 @@ the KV pool.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+"""448: greater values are stored as this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCache:
+    """How the keys and values of all layers are stored, and what becomes of the scales that a
+    checkpoint holds for an FP8 cache."""
+
+    dtype: torch.dtype
+    per: Literal["tensor", "head"] = "tensor"
+    """What has a scale of its own in the checkpoint: a layer's keys or values, or each head of
+    them."""
+    scale: float | None = None
+    """Of every layer, for checkpoints that have none. None: theirs, which must be there."""
+    ignores_scales: bool = False
+    """The cache is not FP8 because somebody said so: scales of the checkpoint are of no use."""
+
+    @property
+    def features(self) -> frozenset[str]:
+        """Extras that a backend must declare to read this cache."""
+        return frozenset({"head_scales"} if self.per == "head" else ())
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KVScales:
+    """Of one layer whose cache is FP8, float32 [G]: a key is what is stored times `k`, a value is
+    what is stored times `v`."""
+
+    k: Tensor
+    v: Tensor
+
+    def widen(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
+        """Keys and values [2, N, G, D] of the FP8 cache as what they stand for."""
+        return stored.to(dtype) * torch.stack((self.k, self.v))[:, None, :, None]
+
+
+def narrow(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, G, D] as an FP8 cache stores it: x / scale float32 [G], to the nearest value of
+    float8_e4m3fn, its largest one where that is exceeded. NaN stays."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (wide / scale.unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +123,8 @@ class AttentionLayer(Protocol):
     index: int
     """Place among the model's attention layers."""
     params: AttentionParams
+    kv_scales: KVScales | None
+    """There exactly where the cache is FP8."""
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
         """Head norms and rotary embedding of q [T, H, D] and k [T, G, D] at the step's positions;
@@ -154,9 +200,17 @@ class AttentionBackend(Protocol):
         replay too, and renews what it gave for that R in place.
         """
 
-    def run(self, q: Tensor, cache: Tensor, plan: Any, params: AttentionParams) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Any,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D].
 
+        `scales` are there exactly where the cache is FP8; those of a layer stay the same object.
         Reads no slot past `seq_lens`; unused slots may hold NaN. Enqueues work on the current
         stream alone, and never waits for it.
         """

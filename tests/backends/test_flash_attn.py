@@ -129,10 +129,12 @@ def test_a_static_plan_follows_the_tables_on_the_device_alone(
     plan = case.backend.plan(replace(case.batch, seq_lens=padding, is_static=True))
     tables.seq_lens.fill_(1)
     tables.block_table.copy_(tables.block_table[:, :1].expand_as(blocks).clone())
-    first = case.backend.run(case.q, case.cache, plan, PARAMS)
+    first = case.backend.run(case.q, case.cache, plan, PARAMS, None)
     tables.seq_lens.copy_(lens)
     tables.block_table.copy_(blocks)
-    torch.testing.assert_close(case.backend.run(case.q, case.cache, plan, PARAMS), case.expected())
+    torch.testing.assert_close(
+        case.backend.run(case.q, case.cache, plan, PARAMS, None), case.expected()
+    )
     assert not torch.equal(first, case.expected())
 
 

@@ -52,7 +52,15 @@ class Wrapper:
             **layer,
         )
 
-    def run(self, q: Tensor, paged_kv_cache: tuple[Tensor, Tensor], *, out: Tensor) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        paged_kv_cache: tuple[Tensor, Tensor],
+        *,
+        k_scale: float | None,
+        v_scale: float | None,
+        out: Tensor,
+    ) -> Tensor:
         assert isinstance(paged_kv_cache, tuple) and paged_kv_cache[0].shape[1] == self.page_size
         assert (q.dtype, paged_kv_cache[0].dtype) == self.dtypes
         ends, last = self.paged_kv_indptr, self.paged_kv_last_page_len
@@ -62,9 +70,10 @@ class Wrapper:
             q.split(self.q_lens), self.kv_lens, ends.tolist(), strict=False
         ):
             pages = self.paged_kv_indices[start : start - (-total // self.page_size)].long()
-            keys, values = (t[pages].flatten(0, 1)[:total] for t in paged_kv_cache)
-            outs.append(attend_causally(new, keys, values, self.params))
-        return out.copy_(torch.cat(outs))
+            keys, values = (t[pages].flatten(0, 1)[:total].to(q) for t in paged_kv_cache)
+            params = replace(self.params, scale=self.params.scale * (k_scale or 1.0))
+            outs.append(attend_causally(new, keys, values, params))
+        return out.copy_(torch.cat(outs)).mul_(v_scale or 1.0)
 
 
 class BatchPrefillWithPagedKVCacheWrapper(Wrapper):
@@ -223,6 +232,15 @@ def test_it_gives_what_the_definition_gives(
         params=params,
     )
     torch.testing.assert_close(case.run(), case.expected())
+
+
+@pytest.mark.parametrize("requests", [DECODE, MIXED], ids=["decode", "mixed"])
+def test_an_fp8_cache_is_what_it_stands_for(requests: list[Request], backend: ModuleType) -> None:
+    case = make_case(backend.FlashInfer, requests, kv_scales=([0.01], [0.02]))
+    for _ in range(2):
+        torch.testing.assert_close(case.run(), case.expected())
+    plans = case.backend.plan(make_case(lambda _: case.backend, MIXED).batch)
+    assert plans[PARAMS].backend == "fa2", "the other takes FP8 queries"
 
 
 def test_a_static_plan_is_renewed_in_place(backend: ModuleType) -> None:

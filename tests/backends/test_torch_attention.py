@@ -132,7 +132,7 @@ def test_layers_of_different_windows_share_a_plan() -> None:
     plan = case.backend.plan(case.batch)
     for window in (3, None, 17):
         layer = replace(case, params=replace(case.params, sliding_window=window))
-        out = case.backend.run(case.q, case.cache, plan, layer.params)
+        out = case.backend.run(case.q, case.cache, plan, layer.params, None)
         torch.testing.assert_close(out, layer.expected(), rtol=0, atol=1e-13)
 
 
@@ -165,6 +165,29 @@ def test_narrow_dtypes_stay_close_to_the_definition_in_float64(
     out = case.run()
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kv_scales", [([0.01], [0.03]), ([0.003, 0.02], [0.5, 0.001])])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 2e-2)]
+)
+@pytest.mark.parametrize("scattered", [True, False])
+def test_an_fp8_cache_is_what_it_stands_for(
+    scattered: bool,
+    dtype: torch.dtype,
+    tolerance: float,
+    window: int | None,
+    kv_scales: tuple[list[float], list[float]],
+) -> None:
+    params = replace(PARAMS, sliding_window=window)
+    for requests in ([DECODE_LONG, PREFILL, CHUNK, DECODE_SHORT], [DECODE_LONG], [PREFILL]):
+        case = make_case(
+            requests, params=params, dtype=dtype, scattered=scattered, kv_scales=kv_scales
+        )
+        out = case.run()
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.gpu

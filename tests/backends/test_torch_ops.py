@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tests.helpers.ops import Checker
 from torch import Tensor
 
 from rackmount_backends.torch_ops import TORCH_OPS
@@ -107,6 +108,16 @@ def test_rotary_write_equals_its_definition(
     assert torch.equal(joined, before)
 
 
+@all_dtypes
+@any_number_of_tokens
+@pytest.mark.parametrize("scales", [(0.37, 0.01), (1e-3, 30.0)])
+def test_an_fp8_cache_gets_quotients_that_end_at_448(
+    dtype: torch.dtype, num_tokens: int, scales: tuple[float, float]
+) -> None:
+    checker = Checker(op_set=TORCH_OPS, device="cpu", dtype=dtype)
+    checker.rotary_write((6, 2, 8), 8, normed=True, num_tokens=num_tokens, scales=scales)
+
+
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 def test_a_cache_may_be_narrower_than_the_keys(integers: torch.dtype) -> None:
     q, k, v = randn(4, 4, 8, dtype=torch.float32).split((2, 1, 1), 1)
@@ -118,5 +129,5 @@ def test_a_cache_may_be_narrower_than_the_keys(integers: torch.dtype) -> None:
 
 
 def test_the_other_operations_are_the_definitions() -> None:
-    for name in ("embedding", "route", "build_batch"):
+    for name in ("embedding", "gate", "build_batch"):
         assert getattr(TORCH_OPS, name) is getattr(ops, name)

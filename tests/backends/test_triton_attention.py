@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers import attention
 from tests.helpers.attention import Case, Request, decoding
-from tests.helpers.interpreter import mend_loops
+from tests.helpers.interpreter import mend_casts, mend_loops
 
 from rackmount_backends.triton_attention import backend
 from rackmount_backends.triton_attention import decode as decode_module
@@ -34,11 +36,21 @@ make_case = partial(
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two multiprocessors: enough to cut requests into shares, few enough for the interpreter."""
     mend_loops(monkeypatch)
+    mend_casts(monkeypatch)
     monkeypatch.setattr(backend, "num_processors", lambda device: 2)
+    monkeypatch.setattr(decode_module, "widen_pairs", widen_pairs_plainly)
+
+
+@triton.jit
+def widen_pairs_plainly(pairs):
+    """The interpreter knows no assembly."""
+    even = (pairs & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    odd = ((pairs >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return even.to(tl.float16), odd.to(tl.float16)
 
 
 def assert_close(case: Case) -> None:
-    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3}[case.q.dtype]
+    tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[case.q.dtype]
     out = case.run()
     assert out.dtype == case.q.dtype and out.shape == case.q.shape
     torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
@@ -76,11 +88,37 @@ def test_a_window_narrower_than_a_tile_of_many_tokens_hides_whole_tiles_of_keys(
     assert_close(make_case([Request(query_len=150, seq_len=200)], params=params))
 
 
+@pytest.mark.parametrize("head_size", [64, 80])
+@pytest.mark.parametrize("kv_scales", [([0.01], [0.03]), ([0.004, 0.02], [0.3, 0.002])])
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_fp8_cache_is_what_it_stands_for(
+    dtype: torch.dtype,
+    window: int | None,
+    kv_scales: tuple[list[float], list[float]],
+    head_size: int,
+) -> None:
+    params = replace(LAYER, head_size=head_size, sliding_window=window, soft_cap=3.0)
+    requests = [*decoding(1, 150), CHUNK, PREFILL]
+    assert_close(make_case(requests, params=params, dtype=dtype, kv_scales=kv_scales))
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-12, 1e-4, 1.0, 1e6])
+@pytest.mark.parametrize("requests", [decoding(70), [CHUNK]], ids=["decode", "prefill"])
+def test_queries_of_any_size_meet_an_fp8_cache(requests: list[Request], size: float) -> None:
+    """Beyond the end of float16, which is what they are multiplied in."""
+    params = replace(LAYER, scale=0.125 / max(size, 1.0))
+    scales = ([0.01, 0.02], [0.02, 0.01])
+    case = make_case(requests, params=params, dtype=torch.bfloat16, kv_scales=scales)
+    assert_close(replace(case, q=case.q * size))
+
+
 @pytest.mark.parametrize("lengths", [[400], [300, 5], [1, 260, 64, 65, 17], [200] * 5])
 def test_shares_of_a_request_are_merged(lengths: list[int]) -> None:
-    case = make_case(decoding(*lengths))
-    assert_close(case)
-    assert_close(case)  # the counts are back at zero
+    for fp8 in ({}, {"dtype": torch.float16, "kv_scales": ([0.01], [0.02, 0.03])}):
+        case = make_case(decoding(*lengths), **fp8)
+        assert_close(case)
+        assert_close(case)  # the counts are back at zero
 
 
 def test_a_request_alone_is_shared_by_all_programs() -> None:
@@ -122,7 +160,7 @@ def test_a_static_batch_follows_the_lengths_on_the_device() -> None:
         case.batch.on_device.seq_lens.copy_(torch.tensor(lengths))
         pairs = zip(case.sequences, lengths, strict=True)
         now = replace(case, sequences=[(k[:n], v[:n]) for (k, v), n in pairs])
-        out = case.backend.run(case.q, case.cache, plan, case.params)
+        out = case.backend.run(case.q, case.cache, plan, case.params, None)
         torch.testing.assert_close(out.double(), now.expected(), rtol=1e-5, atol=1e-5)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.helpers.interpreter import mend_casts
 from tests.helpers.ops import Checker
 
 from rackmount_backends.triton_ops import activation, norm, rotary
@@ -72,6 +73,22 @@ def test_rotary_write_equals_its_definition(
     check: Checker, heads: tuple[int, int, int], rotated: int, normed: bool, interleaved: bool
 ) -> None:
     check.rotary_write(heads, rotated, normed=normed, interleaved=interleaved)
+
+
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("scales", [(0.37, 0.01), (1e-3, 30.0)])
+@pytest.mark.parametrize(
+    ("heads", "rotated"), [((4, 2, 16), 16), ((7, 1, 20), 12), ((6, 3, 10), 0)]
+)
+def test_an_fp8_cache_gets_quotients_that_end_at_448(
+    check: Checker,
+    heads: tuple[int, int, int],
+    rotated: int,
+    scales: tuple[float, float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mend_casts(monkeypatch)
+    check.rotary_write(heads, rotated, normed=rotated > 0, scales=scales)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])

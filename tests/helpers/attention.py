@@ -9,12 +9,15 @@ from torch import Tensor
 
 from rackmount_registry.attention import (
     CACHE_LAYOUTS,
+    FP8,
     AttentionBackend,
     AttentionBatch,
     AttentionContext,
     AttentionParams,
     CacheSpec,
     DeviceTables,
+    KVScales,
+    narrow,
 )
 from rackmount_registry.step import attend_causally
 
@@ -46,7 +49,9 @@ class Case:
     cache: Tensor
     q: Tensor
     sequences: list[tuple[Tensor, Tensor]]
-    """Keys and values [seq_len, G, D] of each request."""
+    """Keys and values [seq_len, G, D] of each request, as the cache holds them."""
+    scales: KVScales | None = None
+    """Of an FP8 cache."""
 
     def run(self) -> Tensor:
         """What the backend makes of it, which may not look at the host's table after planning."""
@@ -54,15 +59,17 @@ class Case:
             replace(self.batch, block_table=(table := self.batch.block_table.copy()))
         )
         table.fill(-1)
-        return self.backend.run(self.q, self.cache, plan, self.params)
+        return self.backend.run(self.q, self.cache, plan, self.params, self.scales)
 
     def expected(self) -> Tensor:
         """By the definition, in float64 on the CPU."""
         queries = self.q.double().cpu().split(np.diff(self.batch.query_start_loc).tolist())
-        outs = [
-            attend_causally(q, k.double(), v.double(), self.params)
-            for q, (k, v) in zip(queries, self.sequences, strict=True)
-        ]
+        scales = self.scales and KVScales(k=self.scales.k.cpu(), v=self.scales.v.cpu())
+        outs = []
+        for q, pair in zip(queries, self.sequences, strict=True):
+            kv = torch.stack(pair)
+            kv = scales.widen(kv, torch.float64) if scales else kv.double()
+            outs.append(attend_causally(q, *kv, self.params))
         return torch.cat(outs) if outs else self.q.double().cpu()
 
 
@@ -76,8 +83,10 @@ def make_case(
     scattered: bool = True,
     seed: int = 0,
     device: str = "cpu",
+    kv_scales: tuple[list[float], list[float]] | None = None,
 ) -> Case:
-    """The requests on blocks in random order, or one after another.
+    """The requests on blocks in random order, or one after another. `kv_scales` of keys and values
+    make it an FP8 cache: one for all heads, or one for each.
 
     The tables on the device name a block of NaN behind a sequence's own.
     """
@@ -85,13 +94,19 @@ def make_case(
     generator = torch.Generator().manual_seed(seed)
     table, rows, poison = _lay_out(requests, block_size, scattered, rng)
     heads = (params.num_kv_heads, params.head_size)
-    spec = CacheSpec(num_kv_heads=heads[0], head_size=heads[1], dtype=dtype)
+    kv_dtype, scales = dtype, None
+    if kv_scales is not None:
+        k_scale, v_scale = (torch.tensor(each).expand(heads[0]).contiguous() for each in kv_scales)
+        kv_dtype, scales = FP8, KVScales(k=k_scale, v=v_scale)
+    spec = CacheSpec(num_kv_heads=heads[0], head_size=heads[1], dtype=kv_dtype)
     num_slots = (max(table.max(initial=0), poison) + 1) * block_size
     shape = CACHE_LAYOUTS["slots"].shape(spec, num_slots)
-    cache = torch.full(shape, float("nan"), dtype=dtype)
+    cache = torch.full(shape, float("nan"), dtype=kv_dtype)
     sequences: list[tuple[Tensor, Tensor]] = []
     for request, row in zip(requests, rows, strict=True):
         k, v = _random(generator, 2, request.seq_len, *heads).to(dtype)
+        if scales is not None:
+            k, v = narrow(k, scales.k), narrow(v, scales.v)
         if tokens := request.shared_blocks * block_size:
             k[:tokens], v[:tokens] = (t[:tokens] for t in sequences[0])
         blocks, offsets = np.divmod(np.arange(request.seq_len), block_size)
@@ -110,7 +125,7 @@ def make_case(
         max_model_len=4096,
         device=torch.device(device),
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
     )
     return Case(
         backend=factory(context),
@@ -118,6 +133,7 @@ def make_case(
         cache=cache.to(device),
         q=q.to(dtype).to(device),
         sequences=sequences,
+        scales=scales and KVScales(k=scales.k.to(device), v=scales.v.to(device)),
         batch=AttentionBatch(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,

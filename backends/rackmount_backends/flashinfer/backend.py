@@ -17,7 +17,13 @@ from flashinfer.prefill import BatchPrefillWithPagedKVCacheWrapper
 from torch import Tensor
 
 from rackmount_backends.flashinfer.pages import Pages, host_tensor, list_pages
-from rackmount_registry.attention import AttentionBatch, AttentionContext, AttentionParams
+from rackmount_registry.attention import (
+    FP8,
+    AttentionBatch,
+    AttentionContext,
+    AttentionParams,
+    KVScales,
+)
 
 LARGEST_TILE = 128
 """Query rows of one thread block, at most."""
@@ -40,8 +46,10 @@ class FlashInfer:
             workspace_bytes(layer, size, gpu.multi_processor_count) for layer in context.layers
         )
         self._workspace = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        # "fa3" is of Hopper alone, and does not split the keys of a sequence, as decoding must.
-        prefill = "fa3" if (gpu.major, gpu.minor) == (9, 0) else "fa2"
+        # "fa3" is of Hopper alone, and does not split the keys of a sequence, as decoding must. An
+        # FP8 cache it reads with FP8 queries alone.
+        hopper = (gpu.major, gpu.minor) == (9, 0)
+        prefill = "fa3" if hopper and context.kv_dtype != FP8 else "fa2"
         self._prefill = {
             layer: BatchPrefillWithPagedKVCacheWrapper(self._workspace, "NHD", backend=prefill)
             for layer in context.layers
@@ -63,6 +71,7 @@ class FlashInfer:
             for length in (size + 1, size * context.max_blocks, size)
         )
         self._copied: torch.cuda.Event | None = None
+        self._on_host: dict[KVScales, tuple[float, float]] = {}
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Splits the step's work and sends the tables to the device."""
@@ -80,13 +89,29 @@ class FlashInfer:
         self._copied = torch.cuda.current_stream(self._context.device).record_event()
         return plan
 
-    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
         out = q.new_empty(q.shape)
         if len(q):
             shape = (2, -1, self._context.block_size, params.num_kv_heads, params.head_size)
-            plan[params].run(q, cache.view(shape).unbind(), out=out)
+            k_scale, v_scale = (None, None) if scales is None else self._numbers(scales)
+            pages = cache.view(shape).unbind()
+            plan[params].run(q, pages, out=out, k_scale=k_scale, v_scale=v_scale)
         return out
+
+    def _numbers(self, scales: KVScales) -> tuple[float, float]:
+        """The layer's scales, alike for all its heads, as FlashInfer takes them. The device is
+        waited for once, when the layer first runs: before any capture."""
+        if scales not in self._on_host:
+            self._on_host[scales] = float(scales.k[0]), float(scales.v[0])
+        return self._on_host[scales]
 
     def _plan_prefill(self, batch: AttentionBatch, pages: Pages) -> Plan:
         query_start_loc = host_tensor(len(batch.query_start_loc))

@@ -20,6 +20,7 @@ from rackmount_registry.attention import (
     AttentionContext,
     AttentionParams,
     DeviceTables,
+    KVScales,
 )
 
 
@@ -76,13 +77,21 @@ class TritonAttention:
                     group,
                     int(query_lens.max()),
                     self._context.dtype.itemsize,
+                    self._context.kv_dtype.itemsize,
                     self._capability,
                 )
                 listed = list_tiles(several, query_lens, batch.seq_lens, tiles.block_m // group)
                 prefills[key] = PrefillPlan(tiles=tiles, listed=self._upload(listed))
         return Plan(tables=batch.on_device, decoding=self._upload(single), prefills=prefills)
 
-    def run(self, q: Tensor, cache: Tensor, plan: Plan, params: AttentionParams) -> Tensor:
+    def run(
+        self,
+        q: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if plan.prefills:
@@ -94,6 +103,7 @@ class TritonAttention:
                 plan.tables,
                 prefilling.listed,
                 params,
+                scales,
                 block_size=self._context.block_size,
                 tiles=prefilling.tiles,
             )
@@ -105,6 +115,7 @@ class TritonAttention:
                 plan.tables,
                 plan.decoding,
                 params,
+                scales,
                 max_requests=self._context.max_num_seqs,
                 block_size=self._context.block_size,
                 workspace=self._workspace,

@@ -17,12 +17,15 @@ from torch import Tensor
 
 from rackmount_backends.triton_attention.online_softmax import (
     HIDDEN,
-    add_keys,
+    add_values,
     block_ids,
+    fit_queries,
     load_slots,
+    weigh,
+    widen_pairs,
 )
 from rackmount_backends.triton_attention.tiles import DecodeTiles, padded
-from rackmount_registry.attention import AttentionParams, DeviceTables
+from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
 NUM_LEVELS = tl.constexpr(8)
 """Sizes of a share that are tried, a third of an octave apart; the last one cuts nothing."""
@@ -49,18 +52,20 @@ def _share_out(tiles, num_programs):
 
 @triton.jit(do_not_specialize=["num_requests", "num_programs"])
 def _decode(
-    out_ptr, q_ptr, keys_ptr, values_ptr,
+    out_ptr, q_ptr, keys_ptr,
+    values_ptr,  # those of an FP8 cache are int16, of `PAIR` 2 each
     partial_ptr,  # float32 [num_programs, H, D]: mean values of a share
     level_ptr,  # float32 [num_programs, H]: log2 of the sum of its weights
     ended_ptr,  # int32 [R, G]: shares that ended, 0 between launches
     requests_ptr,  # int32 [num_requests]: indexes into the tables
     query_start_ptr, seq_lens_ptr, table_ptr,
+    k_scale_ptr, v_scale_ptr,  # float32 [G] of an FP8 cache, or None
     num_requests, num_programs, q_token_stride, q_head_stride, slot_stride, table_stride,
     SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-    PDL: tl.constexpr,
+    PAIR: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
     program = tl.program_id(1)
@@ -95,7 +100,8 @@ def _decode(
 
     columns = tl.arange(0, BLOCK_D)
     keys_base = keys_ptr + head * HEAD_SIZE
-    values_base = values_ptr + head * HEAD_SIZE
+    values_base = values_ptr + head * (HEAD_SIZE // PAIR)
+    value_columns = tl.arange(0, BLOCK_D // PAIR)
     table = table_ptr + request.to(tl.int64) * table_stride
     offsets = tl.arange(0, BLOCK_N)
     blocks = block_ids(table, tl.minimum(start + offsets, stop - 1), BLOCK_SIZE)
@@ -110,7 +116,12 @@ def _decode(
         mask=(rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :],
         other=0.0,
     )
-    out = tl.zeros([BLOCK_H, BLOCK_D], tl.float32)
+    scale = SCALE
+    if k_scale_ptr is not None:
+        q, power = fit_queries(q)
+        scale = power * tl.load(k_scale_ptr + head) * SCALE
+    out = tl.zeros([BLOCK_H, BLOCK_D // PAIR], tl.float32)  # of the even columns, if of pairs
+    odd_out = out
     top = tl.full([BLOCK_H], HIDDEN, tl.float32)
     sums = tl.zeros([BLOCK_H, BLOCK_N], tl.float32)  # of weights, added up across warps once
     for at in range(start, stop, BLOCK_N):
@@ -119,12 +130,23 @@ def _decode(
         # One tile ahead, so that the loads of keys and values wait for no other load.
         blocks = block_ids(table, tl.minimum(at + BLOCK_N + offsets, stop - 1), BLOCK_SIZE)
         keys = load_slots(keys_base, here, places, slot_stride, columns, BLOCK_SIZE, HEAD_SIZE)
-        values = load_slots(values_base, here, places, slot_stride, columns, BLOCK_SIZE, HEAD_SIZE)
+        values = load_slots(
+            values_base, here, places, slot_stride // PAIR, value_columns, BLOCK_SIZE,
+            HEAD_SIZE // PAIR,
+        )  # fmt: skip
         seen = (at + offsets < stop)[None, :]
-        out, top, shrink, weights = add_keys(out, top, q, keys, values, seen, True, SCALE, SOFT_CAP)
+        top, shrink, weights = weigh(top, q, keys, seen, scale, True, SOFT_CAP)
+        if PAIR == 2:
+            values, odd_values = widen_pairs(values)
+            odd_out = add_values(odd_out, shrink, weights, odd_values)
+        out = add_values(out, shrink, weights, values)
         sums = sums * shrink[:, None] + weights
     total = tl.sum(sums, 1)
+    if PAIR == 2:
+        out = tl.interleave(out, odd_out)
     out = out / total[:, None]
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + head)
 
     heads = head * GROUP + rows
     num_heads = tl.num_programs(0) * GROUP
@@ -212,6 +234,7 @@ def decode(
     tables: DeviceTables,
     requests: Tensor,
     params: AttentionParams,
+    scales: KVScales | None,
     *,
     max_requests: int,
     block_size: int,
@@ -228,12 +251,15 @@ def decode(
     assert len(requests) <= max_requests
     assert q.stride(2) == 1 and cache.stride(2) == params.head_size and cache.stride(3) == 1
     keys, values = cache.unbind()
+    if scales is not None:
+        values = values.view(torch.int16)
     group = params.num_heads // params.num_kv_heads
     block_d, block_g = padded(params.head_size), padded(group)
     _decode[(params.num_kv_heads, programs)](
         out, q, keys, values,
         workspace.partials, workspace.levels, workspace.ended,
         requests, tables.query_start_loc, tables.seq_lens, tables.block_table,
+        scales.k if scales else None, scales.v if scales else None,
         len(requests), programs,
         q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
         SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
@@ -241,6 +267,6 @@ def decode(
         BLOCK_R=max(16, padded(max_requests)), BLOCK_H=max(16, block_g), BLOCK_G=block_g,
         BLOCK_N=tiles.block_n, BLOCK_D=block_d,
         BLOCK_S=max(1, MERGED_AT_ONCE // (block_g * block_d)),
-        PDL=pdl,
+        PAIR=1 if scales is None else 2, PDL=pdl,
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
     )  # fmt: skip

@@ -4,6 +4,9 @@ Weights are powers of two: `top` is the greatest score times log2(e) that a row 
 weights are relative to it. A hidden key has a score so low, but finite, that the
 first seen one wipes out what it left: its values must be finite, so keys past the end are never
 loaded (the last one is, again).
+
+Of an FP8 cache, keys and values are widened to float16: it holds them exactly, in one instruction
+for two, where bfloat16 takes two more for each. Their scales meet scores and outputs alone.
 """
 
 import triton
@@ -11,6 +14,16 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDDEN = tl.constexpr(-1.0e30)
+WIDEN_PAIRS = tl.constexpr("""{
+    .reg .b16 even, odd;
+    .reg .b32 both;
+    prmt.b32 both, $2, 0, 0x3120;
+    mov.b32 {even, odd}, both;
+    cvt.rn.f16x2.e4m3x2 $0, even;
+    cvt.rn.f16x2.e4m3x2 $1, odd;
+}""")
+"""Two pairs at a time. Left to the compiler, values would be read byte by byte: a product takes
+them across the rows in which they lie."""
 
 
 @triton.jit
@@ -33,25 +46,43 @@ def load_slots(
 
 
 @triton.jit
-def add_keys(
-    out, top, q, keys, values, seen,
-    MASKED: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr,
-):  # fmt: skip
-    """out [M, D] and top [M] with keys and values [N, D] attended to by q [M, D]; what their
-    weights shrank by [M], and the new weights [M, N].
+def fit_queries(q):
+    """q [M, D] as float16, for an FP8 cache: divided by a power of two that brings its largest
+    number to between 1 and 2, since float16 ends at 65504; and that power. Smaller ones than a
+    millionth stay small, so that the power still leaves a hidden score as low as it must be."""
+    wide = q.to(tl.float32)
+    largest = tl.max(tl.max(tl.abs(wide), 1), 0)
+    exponent = tl.floor(tl.log2(tl.maximum(largest, 1.0e-6)))
+    return (wide * tl.exp2(-exponent)).to(tl.float16), tl.exp2(exponent)
 
-    `seen` [M, N] counts where `MASKED`. Keys and values are of q's dtype here: those of a narrower
-    cache are to be widened before.
-    """
-    scores = tl.dot(q, tl.trans(keys), input_precision="tf32x3")
-    factor: tl.constexpr = SCALE * LOG2E
+
+@triton.jit
+def widen_pairs(pairs):
+    """Pairs of float8_e4m3fn in int16 [N, D / 2], the even columns low -> two of float16."""
+    return tl.inline_asm_elementwise(
+        WIDEN_PAIRS, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+    )
+
+
+@triton.jit
+def weigh(
+    top, q, keys, seen, scale, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr
+):  # fmt: skip
+    """top [M] with keys [N, D] met by q [M, D]; what earlier weights shrank by [M], and the weights
+    of these [M, N]. `seen` [M, N] counts where `MASKED`."""
+    scores = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="tf32x3")
+    factor = scale * LOG2E
     if SOFT_CAP is not None:  # tanh(x) = 2 sigmoid(2 x) - 1
-        capped = 2.0 * tl.sigmoid(scores * (2.0 * SCALE / SOFT_CAP)) - 1.0
-        scores = capped * (SOFT_CAP / SCALE)
+        capped = 2.0 * tl.sigmoid(scores * (2.0 * scale / SOFT_CAP)) - 1.0
+        scores = capped * (SOFT_CAP / scale)
     if MASKED:
         scores = tl.where(seen, scores, HIDDEN)
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
     weights = tl.exp2(scores * factor - new_top[:, None])
-    shrink = tl.exp2(top - new_top)
-    out = tl.dot(weights.to(values.dtype), values, out * shrink[:, None], input_precision="tf32x3")
-    return out, new_top, shrink, weights
+    return new_top, tl.exp2(top - new_top), weights
+
+
+@triton.jit
+def add_values(out, shrink, weights, values):
+    """out [M, D] with values [N, D], by weights [M, N]. Values are of the queries' dtype."""
+    return tl.dot(weights.to(values.dtype), values, out * shrink[:, None], input_precision="tf32x3")

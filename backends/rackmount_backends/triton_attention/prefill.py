@@ -12,18 +12,20 @@ from torch import Tensor
 
 from rackmount_backends.triton_attention.online_softmax import (
     HIDDEN,
-    add_keys,
+    add_values,
     block_ids,
+    fit_queries,
     load_slots,
+    weigh,
 )
 from rackmount_backends.triton_attention.tiles import PrefillTiles, padded
-from rackmount_registry.attention import AttentionParams, DeviceTables
+from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
 
 @triton.jit
 def _add_span(
     out, top, total, q, positions, start, stop, keys_base, values_base, table, slot_stride, columns,
-    MASKED: tl.constexpr, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
+    scale, MASKED: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
     HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """The keys from `start` up to `stop`, all written, for queries at `positions` [M]."""
@@ -40,9 +42,8 @@ def _add_span(
         seen = behind >= 0
         if WINDOW is not None:
             seen = seen & (behind < WINDOW)
-        out, top, shrink, weights = add_keys(
-            out, top, q, keys, values, seen, MASKED, SCALE, SOFT_CAP
-        )
+        top, shrink, weights = weigh(top, q, keys, seen, scale, MASKED, SOFT_CAP)
+        out = add_values(out, shrink, weights, values.to(q.dtype))
         total = total * shrink + tl.sum(weights, 1)
     return out, top, total
 
@@ -52,6 +53,7 @@ def _prefill(
     out_ptr, q_ptr, keys_ptr, values_ptr,
     tiles_ptr,  # int32 [tiles, 2]: request and the first of its query tokens
     query_start_ptr, seq_lens_ptr, table_ptr,
+    k_scale_ptr, v_scale_ptr,  # float32 [G] of an FP8 cache, or None
     q_token_stride, q_head_stride, slot_stride, table_stride,
     SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, WINDOW: tl.constexpr,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -74,6 +76,10 @@ def _prefill(
     flat_tokens = (query_start + tokens).to(tl.int64)
     q_at = (flat_tokens * q_token_stride + heads * q_head_stride)[:, None] + columns[None, :]
     q = tl.load(q_ptr + q_at, mask=fits, other=0.0)
+    scale = SCALE
+    if k_scale_ptr is not None:
+        q, power = fit_queries(q)
+        scale = power * tl.load(k_scale_ptr + head) * SCALE
 
     # Keys from `start` up to `stop` are seen by some row, those from `inner` up to `edge` by all.
     positions = seq_len - query_len + tokens
@@ -96,19 +102,21 @@ def _prefill(
         out, top, total = _add_span(
             out, top, total, q, positions, start, inner,
             keys_base, values_base, table, slot_stride, columns,
-            True, SCALE, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+            scale, True, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
         )  # fmt: skip
     out, top, total = _add_span(
         out, top, total, q, positions, inner, edge,
         keys_base, values_base, table, slot_stride, columns,
-        False, SCALE, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+        scale, False, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     out, top, total = _add_span(
         out, top, total, q, positions, edge, stop,
         keys_base, values_base, table, slot_stride, columns,
-        True, SCALE, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
+        scale, True, SOFT_CAP, WINDOW, HEAD_SIZE, BLOCK_SIZE, BLOCK_N,
     )  # fmt: skip
     out = out / total[:, None]
+    if v_scale_ptr is not None:
+        out *= tl.load(v_scale_ptr + head)
     num_heads = tl.num_programs(0) * GROUP
     out_at = ((flat_tokens * num_heads + heads) * HEAD_SIZE)[:, None] + columns[None, :]
     tl.store(out_ptr + out_at, out.to(out_ptr.dtype.element_ty), mask=fits)
@@ -135,6 +143,7 @@ def prefill(
     tables: DeviceTables,
     listed: Tensor,
     params: AttentionParams,
+    scales: KVScales | None,
     *,
     block_size: int,
     tiles: PrefillTiles,
@@ -146,6 +155,7 @@ def prefill(
     _prefill[(params.num_kv_heads, len(listed))](
         out, q, keys, values,
         listed, tables.query_start_loc, tables.seq_lens, tables.block_table,
+        scales.k if scales else None, scales.v if scales else None,
         q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
         SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
         GROUP=params.num_heads // params.num_kv_heads, HEAD_SIZE=params.head_size,

@@ -10,8 +10,8 @@ SHARED_BYTES = {(8, 0): 163 * 2**10, (8, 7): 163 * 2**10, (9, 0): 227 * 2**10, (
 """Shared memory of a multiprocessor that programs may use, by compute capability."""
 LEAST_SHARED_BYTES = 99 * 2**10
 """Of the others, at least."""
-MOST_RESIDENT = 4
-"""Programs of four warps on a multiprocessor: registers allow no more."""
+MOST_WARPS, MOST_FP8_WARPS = 16, 12
+"""Of the decode kernel, on a multiprocessor: registers allow no more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +45,12 @@ def decode_tiles(head_size: int, itemsize: int) -> DecodeTiles:
     """`itemsize` bytes an element of the cache.
 
     Of ten measured on an H200 in bfloat16 with head size 128, these are the best or within 2 % of
-    it for 1 to 256 requests of 1024 to 32768 tokens; other sizes follow by analogy.
+    it for 1 to 256 requests of 1024 to 32768 tokens; other sizes follow by analogy: a byte of an
+    FP8 cache is twice the arithmetic, and gets twice the warps.
     """
+    if itemsize == 1:
+        block_n = 128 if padded(head_size) <= 128 else 64
+        return DecodeTiles(block_n=block_n, num_warps=4, num_stages=3)
     block_n = 64 if padded(head_size) * itemsize <= 256 else 32
     return DecodeTiles(block_n=block_n, num_warps=2, num_stages=3)
 
@@ -57,7 +61,8 @@ def resident_programs(
     """Programs of the decode kernel that one multiprocessor holds at once."""
     held = 2 * (tiles.num_stages - 1) * tiles.block_n * padded(head_size) * itemsize
     shared = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
-    return max(1, min(MOST_RESIDENT * 4 // tiles.num_warps, shared // held))
+    most = MOST_FP8_WARPS if itemsize == 1 else MOST_WARPS
+    return max(1, min(most // tiles.num_warps, shared // held))
 
 
 def prefill_tiles(
@@ -65,10 +70,11 @@ def prefill_tiles(
     group: int,
     longest_chunk: int,
     itemsize: int,
+    kv_itemsize: int,
     capability: tuple[int, int],
 ) -> PrefillTiles:
     """`group` query heads share a key head; `longest_chunk` query tokens at most come from one
-    request."""
+    request. Elements of queries and of the cache have so many bytes."""
     if itemsize == 4:
         return PrefillTiles(block_m=padded(max(group, 32)), block_n=32, num_warps=4, num_stages=1)
     wide = padded(head_size) > 128
@@ -77,5 +83,7 @@ def prefill_tiles(
         return PrefillTiles(block_m=64, block_n=32 if wide else 64, num_warps=4, num_stages=2)
     if capability < (9, 0) or wide:
         return PrefillTiles(block_m=block_m, block_n=32 if wide else 64, num_warps=8, num_stages=2)
+    if kv_itemsize == 1:  # with four warps, what is widened on the way leaves too few registers
+        return PrefillTiles(block_m=block_m, block_n=64, num_warps=8, num_stages=3)
     # Two programs of four warps on a multiprocessor: one multiplies while the other takes powers.
     return PrefillTiles(block_m=block_m, block_n=32, num_warps=4, num_stages=3)

@@ -14,6 +14,7 @@ MANY_TOKENS = 128
 `MAX_ELEMENTS`."""
 MAX_ELEMENTS = 8192
 MAX_WARPS = 8
+FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -24,12 +25,20 @@ def normed(x, scale, norm, columns, inside, dtype: tl.constexpr):
 
 
 @triton.jit
+def divided(x, scale):
+    """See `rackmount_registry.attention.narrow`."""
+    x = tl.div_rn(x.to(tl.float32), scale)
+    return tl.clamp(x, -FP8_MAX, FP8_MAX, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def turn(
     source,
     source_stride,
     target,
     target_stride,
     is_held,
+    scales,
     norm,
     eps,
     angles,
@@ -39,8 +48,8 @@ def turn(
     INTERLEAVED: tl.constexpr,
 ):
     """Norms the `HEADS` heads at `source`, rotates their first `PAIRED` features, and writes them
-    to `target` where the token `is_held`. `norm` and `angles`, cosines and then sines, may be
-    None."""
+    to `target` where the token `is_held`. `scales`, one for each head that is written, `norm` and
+    `angles`, cosines and then sines, may be None."""
     HALF: tl.constexpr = PAIRED // 2
     dtype: tl.constexpr = source.dtype.element_ty
     stored: tl.constexpr = target.dtype.element_ty
@@ -71,6 +80,11 @@ def turn(
         cos = tl.load(angles + pairs, mask=paired, other=0.0)[None, :]
         sin = tl.load(angles + HALF + pairs, mask=paired, other=0.0)[None, :]
         a, b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    if scales is not None:
+        scale = tl.load(scales + heads, mask=heads < HEADS, other=1.0)
+        a, b = divided(a, scale), divided(b, scale)
+        if PAIRED < D:
+            c = divided(c, scale)
     tl.store(target + first[None, :], a.to(stored), mask=there & is_held)
     tl.store(target + second[None, :], b.to(stored), mask=there & is_held)
     if PAIRED < D:
@@ -89,6 +103,8 @@ def rotary_write_kernel(
     k_norm,
     cache,
     slots,
+    k_scale,
+    v_scale,
     eps,
     q_stride,
     q_head_stride,
@@ -120,22 +136,28 @@ def rotary_write_kernel(
     if kind == 0:
         q += token * q_stride + part * QUERIES * q_head_stride
         out += token * (H * D) + part * (QUERIES * D)
-        turn(q, q_head_stride, out, D, True, q_norm, eps, angles, QUERIES, D, PAIRED, INTERLEAVED)
+        turn(
+            q, q_head_stride, out, D, True, None, q_norm, eps, angles, QUERIES, D, PAIRED,
+            INTERLEAVED,
+        )  # fmt: skip
     else:
         slot = tl.load(slots + token).to(tl.int64)
         is_held = slot >= 0
         place = cache + slot * slot_stride + part * KEYS * cache_head_stride
+        if k_scale is not None:
+            k_scale += part * KEYS
+            v_scale += part * KEYS
         if kind == 1:
             k += token * k_stride + part * KEYS * k_head_stride
             turn(
-                k, k_head_stride, place, cache_head_stride, is_held, k_norm, eps, angles, KEYS, D,
-                PAIRED, INTERLEAVED,
+                k, k_head_stride, place, cache_head_stride, is_held, k_scale, k_norm, eps, angles,
+                KEYS, D, PAIRED, INTERLEAVED,
             )  # fmt: skip
         else:
             v += token * v_stride + part * KEYS * v_head_stride
             turn(
-                v, v_head_stride, place + values_stride, cache_head_stride, is_held, None, eps,
-                None, KEYS, D, D, False,
+                v, v_head_stride, place + values_stride, cache_head_stride, is_held, v_scale, None,
+                eps, None, KEYS, D, D, False,
             )  # fmt: skip
 
 
@@ -151,10 +173,13 @@ def rotary_write(
     interleaved: bool,
     cache: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `ops.rotary_write`."""
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache.stride(3) == 1
-    assert all(t is None or t.is_contiguous() for t in (positions, slots, table, q_norm, k_norm))
+    small = (positions, slots, table, q_norm, k_norm, k_scale, v_scale)
+    assert all(t is None or t.is_contiguous() for t in small)
     num_tokens, heads, size = q.shape
     assert size % 2 == 0
     groups = k.shape[1]
@@ -175,6 +200,8 @@ def rotary_write(
         k_norm,
         cache,
         slots,
+        k_scale,
+        v_scale,
         eps,
         q.stride(0),
         q.stride(1),

@@ -14,7 +14,16 @@ from rackmount.decisions import Decision, decisions, finding
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.loading.locate import locate, read_config
 from rackmount.rack import Rack, draft_rack
-from rackmount.report import capacity, dtype_name, full_requests, graphs, headline, size
+from rackmount.report import (
+    capacity,
+    dtype_name,
+    full_requests,
+    graphs,
+    headline,
+    kv_scales,
+    size,
+)
+from rackmount_registry.attention import FP8
 from rackmount_registry.errors import ConfigError, SelectionError
 from rackmount_registry.plain import as_plain
 from rackmount_registry.plugins import PluginManager
@@ -66,9 +75,10 @@ def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str
         yield from _weighed(decision.candidates)
     yield f"\nweights: {size(rack.draft.weight_bytes)}"
     by_dtype = _kv_bytes_per_token(rack)
-    own = dtype_name(rack.dtype)
+    own = dtype_name(rack.kv_dtype)
     others = ", ".join(f"{size(by_dtype[name])} in {name}" for name in by_dtype if name != own)
     yield f"KV per token: {size(by_dtype[own])} in {own} ({others})"
+    yield from kv_scales(rack)
     num_blocks, problem = _fitting_blocks(rack, memory)
     yield from [f"KV cache: {problem}"] if num_blocks is None else capacity(rack, num_blocks)
     yield graphs(rack)
@@ -94,6 +104,7 @@ def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
         "model": str(rack.config.model),
         "device": str(rack.device),
         "dtype": dtype_name(rack.dtype),
+        "kv_dtype": dtype_name(rack.kv_dtype),
         "max_model_len": rack.max_model_len,
         "block_size": rack.block_size,
         "weight_bytes": rack.draft.weight_bytes,
@@ -109,7 +120,7 @@ def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
 
 def _kv_bytes_per_token(rack: Rack) -> dict[str, int]:
     """By dtype of the cache."""
-    names = [name for name in DTYPES if name != "auto"]
+    names = [*(name for name in DTYPES if name != "auto"), dtype_name(FP8)]
     specs = {name: rack.draft.cache_specs(getattr(torch, name)) for name in names}
     return {name: sum(spec.bytes_per_token for spec in specs[name]) for name in names}
 

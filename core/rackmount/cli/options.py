@@ -37,6 +37,8 @@ class EngineOptions:
     num_kv_blocks: Annotated[int | None, _engine("Blocks of the KV pool.")] = None
     kv_cache_memory_bytes: Annotated[int | None, _engine("Memory of the KV pool.")] = None
     gpu_memory_utilization: Annotated[float, _engine("Share of a GPU's memory to take.")] = 0.9
+    kv_cache_dtype: Annotated[str, _engine("auto, model or fp8.")] = "auto"
+    kv_scale: Annotated[float | None, _engine("Of an FP8 KV cache without scales.")] = None
     block_size: Annotated[int | None, _engine("Tokens per KV block.")] = None
     max_num_seqs: Annotated[int, _engine("Most requests in one step.")] = 256
     max_num_batched_tokens: Annotated[int, _engine("Token budget of one step.")] = 2048

@@ -42,7 +42,7 @@ class Runner:
             max_model_len=rack.max_model_len,
             device=rack.device,
             dtype=rack.dtype,
-            kv_dtype=rack.dtype,
+            kv_dtype=rack.kv_dtype,
         )
         choice = rack.attention
         prefill = cast(AttentionBackend, instantiate(choice.prefill, rack.options, context))
@@ -59,7 +59,7 @@ class Runner:
         self.step.caches = []
         self.step.caches = [
             torch.empty(layout.shape(spec, num_slots), dtype=spec.dtype, device=rack.device)
-            for spec in rack.draft.cache_specs(rack.dtype)
+            for spec in rack.draft.cache_specs()
         ]
         return sum(cache.nbytes for cache in self.step.caches)
 

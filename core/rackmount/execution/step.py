@@ -36,4 +36,5 @@ class PagedStep:
 
     def run(self, layer: AttentionLayer, q: Tensor) -> Tensor:
         """Attention of the turned q [T, H, D], by the step's backend."""
-        return self.backend.run(q, self.caches[layer.index], self._plan, layer.params)
+        cache = self.caches[layer.index]
+        return self.backend.run(q, cache, self._plan, layer.params, layer.kv_scales)

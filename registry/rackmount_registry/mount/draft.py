@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from rackmount_registry.attention import AttentionParams, CacheSpec
+from rackmount_registry.attention import AttentionParams, CacheSpec, KVCache
 from rackmount_registry.axes import Mesh, size_of
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.formats import DENSE, QuantizationScheme, Role, StoredFormat
 from rackmount_registry.nn.attention import Attention
 from rackmount_registry.nn.embedding import OutputHead
+from rackmount_registry.nn.experts import Experts
 from rackmount_registry.nn.socket import Socket, Survey
 from rackmount_registry.nn.storage import Storage
 
@@ -23,6 +24,7 @@ class Draft:
 
     model: nn.Module
     dtype: torch.dtype
+    kv_cache: KVCache
     sockets: tuple[Socket, ...]
     attention: tuple[Attention, ...] = field(default=())
     """In the order of the model; their `index` is their place here."""
@@ -38,11 +40,14 @@ class Draft:
         return sum(storage.num_bytes(self.dtype) for storage in self.storages())
 
     def formats(self) -> dict[str, set[str]]:
-        """Weight formats that kernels must take, as "linear" and "expert" -> names."""
+        """Weight formats that kernels must take, as "linear" and "expert" -> names. A router's is
+        made plain."""
         found: dict[str, set[str]] = {"linear": set(), "expert": set()}
         for socket in self.sockets:
             for weight in socket.weights():
-                found["expert" if weight.role == "expert" else "linear"].add(weight.stored.yields)
+                if weight.role != "router":
+                    kind = "expert" if weight.role == "expert" else "linear"
+                    found[kind].add(weight.stored.yields)
         return found
 
     @property
@@ -51,13 +56,18 @@ class Draft:
         return next(size_of(s.vocab) for s in self.sockets if isinstance(s, OutputHead))
 
     @property
+    def experts(self) -> list[Experts]:
+        """The layers of routed experts, in the order of the model."""
+        return [socket for socket in self.sockets if isinstance(socket, Experts)]
+
+    @property
     def attention_params(self) -> set[AttentionParams]:
         """The distinct attention layers, for the choice of a backend."""
         return {layer.params for layer in self.attention}
 
-    def cache_specs(self, kv_dtype: torch.dtype) -> list[CacheSpec]:
-        """What each attention layer keeps per token."""
-        return [layer.cache_spec(kv_dtype) for layer in self.attention]
+    def cache_specs(self, kv_dtype: torch.dtype | None = None) -> list[CacheSpec]:
+        """What each attention layer keeps per token, or would with another dtype."""
+        return [layer.cache_spec(kv_dtype or self.kv_cache.dtype) for layer in self.attention]
 
 
 def draft(
@@ -67,8 +77,12 @@ def draft(
     dtype: torch.dtype,
     mesh: Mesh | None = None,
     scheme: QuantizationScheme | None = None,
+    kv_cache: KVCache | None = None,
 ) -> Draft:
     """Constructs the model on `meta` and lays out this rank's share.
+
+    Args:
+        kv_cache: None for one of the model's dtype.
 
     Raises:
         ConfigError: a key that the model never read, a value it refuses, or ranks that do not
@@ -88,7 +102,13 @@ def draft(
         if isinstance(module, Attention):
             module.index = len(attention)
             attention.append(module)
-    return Draft(model=model, dtype=dtype, sockets=tuple(sockets), attention=tuple(attention))
+    return Draft(
+        model=model,
+        dtype=dtype,
+        kv_cache=kv_cache or KVCache(dtype=dtype),
+        sockets=tuple(sockets),
+        attention=tuple(attention),
+    )
 
 
 def _formats(scheme: QuantizationScheme | None) -> Any:

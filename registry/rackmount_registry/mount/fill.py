@@ -9,10 +9,13 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
+from rackmount_registry.attention import FP8
 from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
 from rackmount_registry.errors import CheckpointError, ConfigError
+from rackmount_registry.formats import Weight
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
+from rackmount_registry.mount.kv_scales import give_kv_scales, read_kv_scales
 from rackmount_registry.nn.embedding import OutputHead
 from rackmount_registry.nn.storage import Piece, Source, Storage, StoredWeight
 
@@ -36,6 +39,7 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     """
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
+    read_kv_scales(draft, checkpoint, mounted.device)
     storages = list(draft.storages())
     sources = _account(draft, storages, checkpoint)
     storages = [storage for storage in storages if not storage.is_absent]
@@ -70,14 +74,38 @@ def fill_randomly(mounted: Mounted, seed: int) -> None:
     inside = {id(storage) for weight in encoded for storage in weight.storages.values()}
     plain = [storage for storage in draft.storages() if id(storage) not in inside]
     _require_drawable(plain)
+    if draft.kv_cache.dtype == FP8:
+        assert draft.kv_cache.scale is not None, "random weights bring no scales"
+        give_kv_scales(draft.attention, draft.kv_cache.scale, mounted.device)
     random = torch.Generator(mounted.device)
     for weight in encoded:
-        _encode_random(weight, mounted, random, seed)
+        _encode_random(weight, mounted.device, draft.dtype, random, seed)
     for storage in plain:
         storage.allocate(mounted.device, draft.dtype)
         for piece in storage.pieces:
             _draw(piece, storage.tensor[piece.where], random, seed)
     _finish(draft)
+
+
+def random_weight(
+    weight: StoredWeight, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Weight:
+    """One weight with the numbers that `fill_randomly` gives it, for who needs no model around it.
+
+    Raises:
+        ConfigError: as for `fill_randomly`.
+    """
+    random = torch.Generator(device)
+    if weight.stored.encode is not None:
+        _encode_random(weight, device, dtype, random, seed)
+        return weight.finish()
+    storages = list(weight.storages.values())
+    _require_drawable(storages)
+    for storage in storages:
+        storage.allocate(device, dtype)
+        for piece in storage.pieces:
+            _draw(piece, storage.tensor[piece.where], random, seed)
+    return weight.finish()
 
 
 def _require_drawable(storages: Iterable[Storage]) -> None:
@@ -99,21 +127,25 @@ def _require_drawable(storages: Iterable[Storage]) -> None:
 
 
 def _encode_random(
-    weight: StoredWeight, mounted: Mounted, random: torch.Generator, seed: int
+    weight: StoredWeight,
+    device: torch.device,
+    dtype: torch.dtype,
+    random: torch.Generator,
+    seed: int,
 ) -> None:
     """Fills the storages of one quantized weight."""
-    encode, dtype = weight.stored.encode, mounted.draft.dtype
+    encode = weight.stored.encode
     assert encode is not None
     for index, part in enumerate(weight.logical):
         _seed(random, seed, f"{part.name}.weight")
-        dense = torch.empty(part.shape, dtype=dtype, device=mounted.device)
+        dense = torch.empty(part.shape, dtype=dtype, device=device)
         tensors = encode(dense.normal_(0, RANDOM_STD, generator=random))
         for suffix, storage in weight.storages.items():
             storage.is_absent = suffix not in tensors
             if storage.is_absent:
                 continue
             if not index:
-                storage.allocate(mounted.device, dtype)
+                storage.allocate(device, dtype)
             piece = storage.pieces[index]
             whole = tensors[suffix].reshape(piece.shape)
             target = storage.tensor[piece.where]

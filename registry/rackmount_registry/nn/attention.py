@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rackmount_registry.attention import AttentionParams, CacheSpec
-from rackmount_registry.axes import Axis
+from rackmount_registry.attention import AttentionParams, CacheSpec, KVScales
+from rackmount_registry.axes import Axis, Cut
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.nn.rotary import Rotary
 from rackmount_registry.nn.socket import Binding, Socket, Survey
@@ -63,6 +63,10 @@ class Attention(Socket):
         self.soft_cap = soft_cap
         self.index = -1
         """Place among the model's attention layers, set by the mount."""
+        self.kv_scales: KVScales | None = None
+        """There exactly where the cache is FP8; set by the mount."""
+        self.answered: tuple[str, ...] = ()
+        """Checkpoint tensors of a quantized cache; set by the mount."""
 
     def survey(self, survey: Survey) -> None:
         mesh, size = survey.mesh, self.heads.width
@@ -79,6 +83,8 @@ class Attention(Socket):
             sliding_window=self.sliding_window,
             soft_cap=self.soft_cap,
         )
+        cut = mesh.cut(self.kv_heads)
+        self.local_kv_heads = Cut(cut.start // size, cut.stop // size)
         q_norm, k_norm = self.norm_names
         self.norms: HeadNorms | None = None
         if q_norm is not None and k_norm is not None:
@@ -100,11 +106,15 @@ class Attention(Socket):
             yield self.norms.q_norm
             yield self.norms.k_norm
 
+    def answers_for(self) -> Iterator[str]:
+        return iter(self.answered)
+
     def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
         """See `rackmount_registry.attention.AttentionLayer`."""
         q_norm, k_norm = (
             (self.norms.q_norm.tensor, self.norms.k_norm.tensor) if self.norms else (None, None)
         )
+        scales = self.kv_scales
         return self.ops.rotary_write(
             q,
             k,
@@ -117,6 +127,8 @@ class Attention(Socket):
             self.rope is not None and self.rope.interleaved,
             cache,
             slots,
+            scales.k if scales else None,
+            scales.v if scales else None,
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
