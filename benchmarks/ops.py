@@ -1,7 +1,7 @@
-"""The op sets "triton" and "torch" on a GPU, operation by operation, in bfloat16.
+"""The op sets in Triton and "torch" on a GPU, operation by operation, in bfloat16.
 
-Usage: python benchmarks/ops.py [--shapes llama-8b qwen3-0.6b] [--tokens 1 16 64 256 16384]
-                                [--out FILE.json]
+Usage: python benchmarks/ops.py [--shapes llama-8b qwen3-0.6b qwen3-30b-a3b] [--ops gate ...]
+                                [--tokens 1 16 64 256 16384] [--out FILE.json]
 
 Each operation runs on up to 20 different sets of buffers in a row, as one CUDA graph where the op
 set allows it, so that launches cost what they cost in a captured step. A time is the median of
@@ -21,6 +21,8 @@ from torch import Tensor
 
 from rackmount_backends.torch_ops import TORCH_OPS
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
+from rackmount_moe.triton_router.router import TRITON_ROUTER
+from rackmount_registry.experts import RouterState, Routing
 from rackmount_tools.machine import describe_machine
 
 DTYPE, DEVICE = torch.bfloat16, "cuda"
@@ -46,6 +48,8 @@ class Shape:
     head_size: int
     vocab: int
     head_norms: bool
+    num_experts: int = 0
+    top_k: int = 0
 
 
 SHAPES = {
@@ -66,6 +70,17 @@ SHAPES = {
         head_size=128,
         vocab=151936,
         head_norms=True,
+    ),
+    "qwen3-30b-a3b": Shape(
+        hidden=2048,
+        ffn=768,
+        heads=32,
+        kv_heads=4,
+        head_size=128,
+        vocab=151936,
+        head_norms=True,
+        num_experts=128,
+        top_k=8,
     ),
 }
 
@@ -105,8 +120,15 @@ def makers(shape: Shape, num_tokens: int) -> dict[str, tuple[int, Maker]]:
         tables = integers(1 << 20, MAX_REQUESTS, 2 * blocks)
         return ids, rows, lengths, last_ids, tables, tables[:num_requests].clone(), BLOCK_SIZE
 
+    def gate() -> Arguments:
+        state = RouterState.fresh(shape.num_experts, torch.device(DEVICE))
+        slots = torch.arange(t, dtype=torch.int32, device=DEVICE)
+        router = randn(shape.num_experts, n) / n**0.5
+        return randn(t, n), router, Routing(top_k=shape.top_k), None, slots, state
+
     two = DTYPE.itemsize
-    return {
+    routed = {"gate": ((shape.num_experts + t) * n * two, gate)} if shape.num_experts else {}
+    return routed | {
         "rms_norm": (2 * t * n * two, lambda: (randn(t, n), weight, 1e-5)),
         "add_rms_norm": (4 * t * n * two, lambda: (randn(t, n), randn(t, n), weight, 1e-5)),
         "silu_mul": (3 * t * shape.ffn * two, lambda: randn(t, 2 * shape.ffn).chunk(2, -1)),
@@ -149,7 +171,8 @@ def measure(name: str, make: Maker, num_bytes: int) -> dict[str, float]:
     """Microseconds of both op sets, and the rate that the triton one reaches."""
     copies = max(2, min(MAX_COPIES, BUFFER_BYTES // num_bytes))
     buffers = [make() for _ in range(copies)]
-    ours = microseconds(getattr(TRITON_OPS, name), buffers, captured=True)
+    op_set = TRITON_ROUTER if name == "gate" else TRITON_OPS
+    ours = microseconds(getattr(op_set, name), buffers, captured=True)
     plain = microseconds(getattr(TORCH_OPS, name), buffers, captured=name not in NOT_CAPTURED)
     return {
         "triton_us": round(ours, 2),
@@ -162,12 +185,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16, 64, 256, 16384])
+    parser.add_argument("--ops", nargs="+", help="only these")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = []
     for shape in args.shapes:
         for num_tokens in args.tokens:
             for name, (num_bytes, make) in makers(SHAPES[shape], num_tokens).items():
+                if args.ops and name not in args.ops:
+                    continue
                 figures = measure(name, make, num_bytes)
                 results.append({"shape": shape, "tokens": num_tokens, "op": name} | figures)
                 torch.cuda.empty_cache()

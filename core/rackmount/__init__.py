@@ -5,10 +5,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rackmount.cli.options import EngineOptions, Model, unfold
     from rackmount.cli.progress import progress
+    from rackmount.config import EngineConfig
     from rackmount.engine.engine import Engine
     from rackmount.engine.outputs import Completion, RequestOutput, TextChunk
     from rackmount.engine.sequence import Sequence
     from rackmount.execution.batch import PersistentBatch
+    from rackmount.execution.expert_load import ExpertLoad
+    from rackmount.loading.locate import locate, open_model, read_config
+    from rackmount.rack import Rack, draft_rack
     from rackmount.sampling.params import SamplingParams
     from rackmount.sampling.request import TokenLogprobs
     from rackmount.scheduling.config import SchedulerConfig
@@ -25,12 +29,15 @@ __all__ = [
     "AsyncEngine",
     "Completion",
     "Engine",
+    "EngineConfig",
     "EngineDead",
     "EngineOptions",
+    "ExpertLoad",
     "GrammarSpec",
     "Model",
     "PersistentBatch",
     "Prompt",
+    "Rack",
     "Request",
     "RequestOutput",
     "SamplingParams",
@@ -39,7 +46,11 @@ __all__ = [
     "Sequence",
     "TextChunk",
     "TokenLogprobs",
+    "draft_rack",
+    "locate",
+    "open_model",
     "progress",
+    "read_config",
     "unfold",
 ]
 
@@ -48,12 +59,15 @@ _HOMES = {
     "AsyncEngine": "rackmount.serving.async_engine",
     "Completion": "rackmount.engine.outputs",
     "Engine": "rackmount.engine.engine",
+    "EngineConfig": "rackmount.config",
     "EngineDead": "rackmount.serving.errors",
     "EngineOptions": "rackmount.cli.options",
+    "ExpertLoad": "rackmount.execution.expert_load",
     "GrammarSpec": "rackmount_registry.grammar",
     "Model": "rackmount.cli.options",
     "PersistentBatch": "rackmount.execution.batch",
     "Prompt": "rackmount.text.prompts",
+    "Rack": "rackmount.rack",
     "Request": "rackmount.scheduling.request",
     "RequestOutput": "rackmount.engine.outputs",
     "SamplingParams": "rackmount.sampling.params",
@@ -62,7 +76,11 @@ _HOMES = {
     "Sequence": "rackmount.engine.sequence",
     "TextChunk": "rackmount.engine.outputs",
     "TokenLogprobs": "rackmount.sampling.request",
+    "draft_rack": "rackmount.rack",
+    "locate": "rackmount.loading.locate",
+    "open_model": "rackmount.loading.locate",
     "progress": "rackmount.cli.progress",
+    "read_config": "rackmount.loading.locate",
     "unfold": "rackmount.cli.options",
 }
 

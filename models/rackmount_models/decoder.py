@@ -76,6 +76,16 @@ def head_axes(c: ConfigReader) -> tuple[Axis, Axis]:
     return Axis("heads", heads, width), Axis("kv_heads", kv_heads, width, replicate=True)
 
 
+def num_experts(c: ConfigReader) -> int:
+    """Routed experts of a layer: `num_experts`, which transformers 5 saves as `num_local_experts`,
+    or the other way round."""
+    keys = [key for key in ("num_experts", "num_local_experts") if c.get(key) is not None]
+    counts = {c.positive(key) for key in keys or ("num_experts",)}
+    if len(counts) > 1:
+        raise c.error("num_experts", f"disagrees with num_local_experts={c.num_local_experts}")
+    return counts.pop()
+
+
 def sliding_windows(
     c: ConfigReader, *, always: bool = False, full_layers: int = 28
 ) -> list[int | None]:

@@ -12,14 +12,20 @@ class SelfAttention(nn.Module):
     """Grouped-query attention with rotary positions."""
 
     def __init__(
-        self, c: ConfigReader, *, qkv_bias: bool, out_bias: bool, sliding_window: int | None = None
+        self,
+        c: ConfigReader,
+        *,
+        qkv_bias: bool,
+        out_bias: bool,
+        sliding_window: int | None = None,
+        default_theta: float = 1e4,
     ) -> None:
         super().__init__()
         heads, kv_heads = head_axes(c)
         parts = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads}
         size = c.positive("hidden_size")
         self.qkv = MergedLinear(size, parts, bias=qkv_bias)
-        rope = Rotary.from_config(c, heads.width)
+        rope = Rotary.from_config(c, heads.width, default_theta=default_theta)
         self.attn = Attention(heads, kv_heads, rope=rope, sliding_window=sliding_window)
         self.o_proj = Linear(heads, size, bias=out_bias)
 

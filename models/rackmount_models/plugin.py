@@ -37,6 +37,12 @@ def architectures() -> list[Architecture]:
             claims=("Qwen3MoeForCausalLM",),
             summary="Qwen3 mixture of experts",
         ),
+        Architecture(
+            name="mixtral",
+            factory="rackmount_models.mixtral:MixtralForCausalLM",
+            claims=("MixtralForCausalLM",),
+            summary="Mixtral: Mistral with experts on every layer",
+        ),
     ]
 
 
@@ -55,6 +61,7 @@ def model_sources() -> list[ModelSource]:
                 "qwen3-32b": "Qwen/Qwen3-32B",
                 "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
                 "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
+                "mixtral-8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
                 "deepseek-v2-lite": "deepseek-ai/DeepSeek-V2-Lite-Chat",
                 "deepseek-v3": "deepseek-ai/DeepSeek-V3",
                 "deepseek-r1": "deepseek-ai/DeepSeek-R1",

@@ -2,10 +2,10 @@
 
 from torch import nn
 
-from rackmount_models.decoder import Block, CausalLM, sliding_windows
+from rackmount_models.decoder import Block, CausalLM, num_experts, sliding_windows
 from rackmount_models.qwen3 import SelfAttention
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.nn import Axis, Experts, GatedMLP, Routing
+from rackmount_registry.nn import Axis, Experts, GatedMLP, Routing, SparseMLP
 
 
 class Qwen3MoeForCausalLM(CausalLM):
@@ -13,7 +13,7 @@ class Qwen3MoeForCausalLM(CausalLM):
 
     def __init__(self, c: ConfigReader) -> None:
         windows = sliding_windows(c, full_layers=0)
-        experts = Axis("experts", _num_experts(c))
+        experts = Axis("experts", num_experts(c))
         expert_ffn = Axis("expert_ffn", c.positive("moe_intermediate_size"))
         size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
         routing = Routing(
@@ -24,21 +24,12 @@ class Qwen3MoeForCausalLM(CausalLM):
         def make_mlp(index: int) -> nn.Module:
             if index in dense_layers or (index + 1) % step:
                 return GatedMLP(size, ffn)
-            return Experts(size, experts, expert_ffn, routing)
+            return SparseMLP(Experts(size, experts, expert_ffn, routing))
 
         def make_block(index: int) -> Block:
             return Block(c, SelfAttention(c, windows[index]), make_mlp(index))
 
         super().__init__(c, make_block)
-
-
-def _num_experts(c: ConfigReader) -> int:
-    """`num_experts`, which transformers 5 saves as `num_local_experts`."""
-    keys = [key for key in ("num_experts", "num_local_experts") if c.get(key) is not None]
-    counts = {c.positive(key) for key in keys or ("num_experts",)}
-    if len(counts) > 1:
-        raise c.error("num_experts", f"disagrees with num_local_experts={c.num_local_experts}")
-    return counts.pop()
 
 
 def _dense_layers(c: ConfigReader) -> list[int]:

@@ -1,9 +1,9 @@
-"""What this distribution offers: the reference expert kernel and the dispatcher without
-communication."""
+"""What this distribution offers: the reference expert kernel, fused ones in Triton, and the
+dispatcher without communication."""
 
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
-from rackmount_registry.descriptors import ExpertKernel, TokenDispatcher
+from rackmount_registry.descriptors import ExpertKernel, Requirement, TokenDispatcher
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -17,7 +17,30 @@ def expert_kernels() -> list[ExpertKernel]:
             summary="one expert after another in plain torch, any weight format",
             band="reference",
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, layouts=("contiguous",)),),
-        )
+        ),
+        ExpertKernel(
+            name="triton",
+            factory="rackmount_moe.triton_experts.experts:TritonExperts",
+            summary="both products fused with what is around them; weights stay packed",
+            requires=(Requirement(module="triton", install="pip install 'triton>=3.6'"),),
+            band="portable",
+            graph_safe=True,
+            cells=(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=("bfloat16", "float16"),
+                    weight_formats=(
+                        "dense",
+                        "fp8_rows",
+                        "fp8_blocks",
+                        "int4_groups",
+                        "int8_groups",
+                    ),
+                    layouts=("contiguous",),
+                ),
+            ),
+        ),
     ]
 
 

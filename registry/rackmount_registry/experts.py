@@ -1,27 +1,81 @@
-"""Mixture of experts: routing as data, and what an expert kernel and a token dispatcher promise.
+"""Mixture of experts: routing as data, and what an expert kernel, a token dispatcher and an expert
+balancer promise.
 
 Shapes: T tokens, H hidden size, K experts per token, E experts of this rank, I expert width of this
 rank.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
 from rackmount_registry.axes import Cut, Group
+from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import Weight
+
+ROUTER_ARRIVALS = 64
+"""Counters of a `RouterState`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Routing:
-    """How router logits become experts and weights; the op `route` carries it out."""
+    """How router logits become experts and weights; the op `gate` carries it out.
+
+    Qwen3-MoE, Mixtral: softmax, renormalized or not. DeepSeek V2 (arXiv 2405.04434): softmax, not
+    renormalized, scaled, "group_limited_greedy" with groups by their maximum. DeepSeek V3 (arXiv
+    2412.19437): sigmoid, groups by the sum of their top 2, renormalized, scaled ("noaux_tc").
+    """
 
     top_k: int
-    scoring: Literal["softmax"] = "softmax"
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True
     """Divide the chosen weights by their sum."""
+    num_groups: int = 1
+    """Equal parts of the experts, in order."""
+    top_groups: int = 1
+    """Groups that a token's experts come from."""
+    group_score: Literal["max", "top2_sum"] = "max"
+    """What chooses groups: the largest choice score in them, or the sum of the two largest."""
+    scaling: float = 1.0
+    """Factor of the weights, after any renormalization."""
+    float32_logits: bool = False
+    """Logits come of a product in float32 (DeepSeek) and are not rounded to the tokens' dtype."""
+
+    def check(self, num_experts: int) -> None:
+        """Raises ConfigError where so many experts cannot be routed to in this way."""
+        if num_experts % self.num_groups:
+            raise ConfigError(f"num_groups={self.num_groups} must divide {num_experts} experts")
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise ConfigError(
+                f"top_groups={self.top_groups} must be 1 to num_groups={self.num_groups}"
+            )
+        size = num_experts // self.num_groups
+        if not 1 <= self.top_k <= size * self.top_groups:
+            raise ConfigError(
+                f"top_k={self.top_k} must be 1 to {size * self.top_groups}, the number of experts "
+                "that a token may choose from"
+            )
+        if self.group_score == "top2_sum" and size < 2:
+            raise ConfigError(f"group_score='top2_sum' needs groups of 2 experts, not of {size}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterState:
+    """What a layer's router keeps on the device from step to step, at fixed addresses."""
+
+    load: Tensor
+    """int64 [experts of all ranks]: tokens that chose each of them so far, padding left out."""
+    arrivals: Tensor
+    """int32 [ROUTER_ARRIVALS]: zeros between calls, for kernels whose programs meet at counters."""
+
+    @classmethod
+    def fresh(cls, num_experts: int, device: torch.device) -> Self:
+        return cls(
+            load=torch.zeros(num_experts, dtype=torch.int64, device=device),
+            arrivals=torch.zeros(ROUTER_ARRIVALS, dtype=torch.int32, device=device),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,21 +91,27 @@ class ExpertBundle:
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertInput:
-    """What a dispatcher hands to the kernel, in the layout that its descriptor declares."""
+    """What a dispatcher hands to the kernel in the layout "contiguous": tokens one after another,
+    each with its experts. The kernel applies the weights and sums over K."""
 
     x: Tensor
     """[T, H]."""
     expert_ids: Tensor
-    """int64 [T, K], local; -1 where the expert is not on this rank."""
+    """int32 [T, K], local, all different; -1 where the expert is not on this rank, or the token is
+    padding: these take no part and cost no weight reads."""
     weights: Tensor
-    """[T, K], float32 or wider."""
+    """float32 [T, K]; float64 where the tokens are. Of any value where the id is -1."""
     handle: Any = None
     """The dispatcher's own, for `combine`."""
 
 
 class ExpertKernel(Protocol):
     """Runs `down(silu(gate x) * up x)` for each token's experts and sums by weight, in a fixed
-    order."""
+    order.
+
+    Its descriptor's cells say which layouts and weight formats it takes, and `graph_safe` whether
+    `run` may be captured.
+    """
 
     def prepare(self, bundle: ExpertBundle) -> Any:
         """Repacks once, after loading."""
@@ -80,7 +140,8 @@ class TokenDispatcher(Protocol):
     """Brings tokens to the ranks of their experts and their results back."""
 
     def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> ExpertInput:
-        """x [T, H], global expert ids int64 [T, K], weights float32 [T, K]. T may be 0."""
+        """x [T, H], global expert ids int32 [T, K] with -1 for padding, weights float32 [T, K]. T
+        may be 0."""
 
     def combine(self, out: Tensor, given: ExpertInput) -> Tensor:
         """The kernel's output back in the order of the tokens: [T, H], complete or this rank's
@@ -90,3 +151,40 @@ class TokenDispatcher(Protocol):
 
     reduces: bool
     """True: the result is complete. False: the mount adds a sum over `group`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Where the experts of L layers live: S slots each, a rank after another, with E logical
+    experts, each in one slot or more."""
+
+    experts: Tensor
+    """int64 [L, S]: the expert in each slot."""
+    slots: Tensor
+    """int64 [L, E, X]: the slots of each expert, X of them at most, -1 behind the last."""
+    counts: Tensor
+    """int64 [L, E]: how many slots each expert has."""
+
+
+class ExpertBalancer(Protocol):
+    """Decides where experts live, by what they had to do. A pure function of its arguments."""
+
+    def place(
+        self,
+        load: Tensor,
+        *,
+        num_slots: int,
+        num_ranks: int,
+        num_nodes: int,
+        num_groups: int,
+        current: Placement | None,
+    ) -> Placement:
+        """A placement whose busiest rank has little more to do than the mean.
+
+        Args:
+            load: tokens of each expert, [L, E], of any window of time.
+            num_slots: of all ranks together, a multiple of `num_ranks` and at least E.
+            num_nodes: hosts that the ranks are on, equally many on each.
+            num_groups: of experts that a router chooses as one; see `Routing.num_groups`.
+            current: where they are now; a balancer may spare moves.
+        """

@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor
 
-from rackmount_registry.experts import Routing
+from rackmount_registry.attention import narrow
+from rackmount_registry.experts import RouterState, Routing
 from rackmount_registry.sampling import SamplingState
 from rackmount_registry.sampling import sample as sample
 
@@ -50,6 +51,8 @@ def rotary_write(
     interleaved: bool,
     cache: Tensor,
     slots: Tensor,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """Head norms, where there are any, then rotary position embedding (arXiv 2104.09864) of q and
     k; k and v into the cache, and q [T, H, D] back.
@@ -59,7 +62,8 @@ def rotary_write(
     the D features, or None for no rotation. `q_norm`, `k_norm` [D], both or neither. Halves are
     rotated against each other, or even and odd features where `interleaved`. The cache has the
     layout "slots" (see `attention.CACHE_LAYOUTS`); a token whose slot is below 0 is padding, and
-    writes nothing.
+    writes nothing. An FP8 cache comes with `k_scale` and `v_scale`, float32 [G], and is written as
+    `attention.narrow` says; others come with neither.
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
@@ -67,7 +71,10 @@ def rotary_write(
         cos, sin = table[positions].unsqueeze(1).unbind(2)
         q, k = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
     kept = slots >= 0
-    cache[:, slots[kept].long()] = torch.stack((k[kept], v[kept])).to(cache.dtype)
+    k, v = k[kept], v[kept]
+    if k_scale is not None and v_scale is not None:
+        k, v = narrow(k, k_scale), narrow(v, v_scale)
+    cache[:, slots[kept].long()] = torch.stack((k, v)).to(cache.dtype)
     return q
 
 
@@ -93,16 +100,59 @@ def embedding(ids: Tensor, weight: Tensor, first: int) -> Tensor:
     return rows.where(mine.unsqueeze(-1), 0)
 
 
-def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
-    """Router logits [T, experts] -> ids int64 [T, K] by falling score, lowest id first at ties;
-    weights float32 [T, K]."""
-    scores = torch.softmax(_wide(logits), -1)
-    # A stable sort, since topk leaves the order of ties open.
-    ids = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Router logits [T, experts] -> ids int32 [T, K] by falling choice score, lowest id first at
+    ties; weights float32 [T, K].
+
+    The choice score is the score plus `bias` float32 [experts], or the logit itself where softmax
+    alone would decide: it keeps the order, and is free of rounding. Experts outside the best groups
+    count -inf; groups tie like experts. Weights are the scores without bias. A NaN counts as the
+    largest number: such experts are chosen first, and what is divided by them is NaN.
+    """
+    logits = _wide(logits)
+    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
+    by_logit = routing.scoring == "softmax" and routing.group_score == "max" and bias is None
+    choice = logits if by_logit else scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        size = choice.shape[-1] // routing.num_groups
+        grouped = choice.view(len(choice), routing.num_groups, size)
+        best = grouped.topk(2 if routing.group_score == "top2_sum" else 1, -1).values.sum(-1)
+        kept = torch.zeros_like(best, dtype=torch.bool)
+        kept.scatter_(-1, _first(best, routing.top_groups), True)
+        choice = grouped.masked_fill(~kept.unsqueeze(-1), float("-inf")).flatten(-2)
+    ids = _first(choice, routing.top_k)
     weights = scores.gather(-1, ids)
     if routing.renormalize:
-        weights = weights / weights.sum(-1, keepdim=True)
-    return ids, weights.float() if weights.dtype != torch.float64 else weights
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * routing.scaling
+
+
+def _first(scores: Tensor, count: int) -> Tensor:
+    """Indexes [T, count] of the largest, lowest index first at ties, which `topk` leaves open."""
+    return torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def gate(
+    x: Tensor,
+    weight: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+    slots: Tensor,
+    state: RouterState,
+) -> tuple[Tensor, Tensor]:
+    """The router: `route` of the logits x [T, N] times weight [experts, N], transposed.
+
+    Logits are rounded to the dtype of x, unless `routing.float32_logits`. A token whose slot,
+    integers [T], is below 0 is padding: its ids are -1, its weights of any value, and it is not
+    counted. `state.load` grows by the number of tokens that chose each expert.
+    """
+    if routing.float32_logits:
+        x, weight = _wide(x), _wide(weight)
+    ids, weights = route(torch.nn.functional.linear(x, weight), routing, bias)
+    ids = ids.masked_fill(slots.unsqueeze(-1) < 0, -1)
+    chosen = ids.flatten().long()
+    state.load.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).to(state.load.dtype))
+    return ids, weights
 
 
 def build_batch(
@@ -127,7 +177,7 @@ def build_batch(
     block_table[:, :num_blocks] = block_tables[rows, :num_blocks]
 
 
-SOCKET_OPS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding", "route")
+SOCKET_OPS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding", "gate")
 """Operations that sockets call."""
 STEP_OPS = ("build_batch", "sample")
 """Operations of the step around the model."""
@@ -157,9 +207,19 @@ class Ops(Protocol):
         interleaved: bool,
         cache: Tensor,
         slots: Tensor,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> Tensor: ...
     def embedding(self, ids: Tensor, weight: Tensor, first: int) -> Tensor: ...
-    def route(self, logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]: ...
+    def gate(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        slots: Tensor,
+        state: RouterState,
+    ) -> tuple[Tensor, Tensor]: ...
     def build_batch(
         self,
         ids: Tensor,

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from rackmount_registry.attention import AttentionLayer, AttentionParams
+from rackmount_registry.attention import FP8, AttentionLayer, AttentionParams
 
 
 class Step(Protocol):
@@ -20,6 +20,8 @@ class Step(Protocol):
 
     positions: Tensor
     """Integers [T]: place of each token in its sequence."""
+    slots: Tensor
+    """Integers [T]: where each token's KV goes; below 0 for padding."""
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Head norms, rotary and the KV write by `layer.store`, then attention.
@@ -33,7 +35,7 @@ class ReferenceStep:
     quantization schemes."""
 
     def __init__(self) -> None:
-        self.positions = torch.empty(0, dtype=torch.int64)
+        self.positions = self.slots = torch.empty(0, dtype=torch.int64)
         self._lengths: list[int] = []
 
     def begin(self, lengths: Sequence[int]) -> None:
@@ -41,10 +43,14 @@ class ReferenceStep:
         self._lengths = list(lengths)
         ranges = [torch.arange(n) for n in self._lengths]
         self.positions = torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
+        self.slots = torch.arange(len(self.positions))  # every token has its own
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        cache = torch.stack((k, v))  # every token has its own slot
-        q = layer.store(q, k, v, cache, torch.arange(len(q), device=q.device))
+        scales = layer.kv_scales
+        cache = torch.stack((k, v)).to(k.dtype if scales is None else FP8)
+        q = layer.store(q, k, v, cache, self.slots)
+        if scales is not None:
+            cache = scales.widen(cache, torch.promote_types(q.dtype, torch.float32))
         outs = [
             attend_causally(each_q, each_k, each_v, layer.params)
             for each_q, each_k, each_v in zip(

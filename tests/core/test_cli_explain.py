@@ -125,6 +125,22 @@ def test_kv_bytes_per_token_of_well_known_models_in_bfloat16(
     assert f"KV per token: {kibibytes} KiB in bfloat16" in explain(folder).stdout
 
 
+def test_an_fp8_cache_takes_half_and_its_scales_are_named(folder):
+    args = ["--kv-cache-dtype", "fp8", "--memory-gib", "80"]
+    content, own = figures(folder, *args), figures(folder, "--memory-gib", "80")
+    assert (content["kv_dtype"], own["kv_dtype"]) == ("float8_e4m3fn", "bfloat16")
+    assert content["kv_bytes_per_token"]["float8_e4m3fn"] == 56 * 1024
+    assert content["num_kv_blocks"] // 2 == own["num_kv_blocks"]
+    text = explain(folder, *args).stdout
+    assert "KV per token: 56 KiB in float8_e4m3fn (" in text and "112 KiB in bfloat16" in text
+    assert "KV cache in float8_e4m3fn, scales: the checkpoint's, one for each layer\n" in text
+    given = explain(folder, *args, "--kv-scale", "0.5").stdout
+    assert "KV cache in float8_e4m3fn, scales: 0.5 for all\n" in given
+    assert "KV cache in" not in explain(folder).stdout
+    gpu = explain(folder, *args, "--device", "cuda", "--dtype", "float32").stdout
+    assert "attention_backend: torch" in gpu  # triton's kernels widen to 16 bits
+
+
 def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
     one, four = figures(folder), figures(folder, "--tp", "4", "--memory-gib", "80")
     assert 0.25 < four["weight_bytes"] / one["weight_bytes"] < 0.26

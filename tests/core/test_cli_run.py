@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -6,6 +7,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 from tests.helpers.checkpoints import edit_tensors, tiny_checkpoint
+from tests.helpers.mounting import plugins
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -204,6 +206,29 @@ def test_engine_options_reach_the_engine(model):
     flags = ["--no-chat", "--no-enable-prefix-caching"]
     result = run(model, *flags, "--json", lines="hello\nhello\n")
     assert [json.loads(s)["usage"]["cached_tokens"] for s in result.stdout.splitlines()] == [0, 0]
+
+
+def test_the_load_of_experts_is_a_table_after_the_answers(model, tmp_path):
+    sparse, _ = tiny_checkpoint(tmp_path, "qwen3-moe", vocab_size=257, mlp_only_layers=[0])
+    for file in model.glob("tokenizer*"):
+        shutil.copy(file, sparse)
+    flags = ["--expert-load", "--expert-kernel", "torch"]
+    command = ["run", str(sparse), "hello", *POOL_FLAGS, "--max-tokens", "6", *flags]
+    result = CliRunner().invoke(build_app(plugins()), command)
+    assert result.exit_code == 0
+    head, line = result.stderr.splitlines()[-2:]
+    assert head.split() == ["experts", "tokens", "used", "max/mean", "busiest"]
+    layer, tokens, used, imbalance, busiest, share = line.split()
+    assert (layer, tokens) == ("model.layers.1.mlp.experts", str((5 + 5) * 3))
+    assert re.fullmatch(r"[3-8]/8", used) and 1 <= float(imbalance) <= 8 / 3
+    assert 0 <= int(busiest) < 8
+    assert float(share[1:-2]) == pytest.approx(100 * float(imbalance) / 8, abs=0.1)
+
+
+def test_the_load_of_experts_is_refused_where_there_are_none(model):
+    result = run(model, "hello", "--expert-load")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"--expert-load: {model} has no experts" in result.stderr
 
 
 def test_options_not_given_are_the_engines_own_defaults():

@@ -11,7 +11,17 @@ from tests.helpers.engines import greedy
 from rackmount import Request, SamplingParams, Scheduler, SchedulerConfig
 from rackmount.config import EngineConfig
 from rackmount.execution.codec import MessageCodec
-from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup, StepResult
+from rackmount.execution.expert_load import ExpertLoad
+from rackmount.execution.messages import (
+    Carve,
+    Carved,
+    ExpertLoads,
+    Load,
+    Loaded,
+    RankSetup,
+    ReadExpertLoad,
+    StepResult,
+)
 from rackmount.sampling.request import SamplingRequest, TokenLogprobs
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.errors import ConfigError
@@ -97,11 +107,18 @@ def plans(made: Scheduler, count: int) -> list[StepPlan]:
         Loaded(num_kv_blocks=3, weight_bytes_read=2**40),
         Carve(num_kv_blocks=3),
         Carved(kv_bytes=5),
+        ReadExpertLoad(),
     ],
     ids=lambda message: type(message).__name__,
 )
 def test_a_message_of_the_start_comes_back_equal(message: Any) -> None:
     assert crossed(message) == message
+
+
+def test_the_load_of_experts_comes_back_equal() -> None:
+    tokens = np.array([3, 0, 2**40], np.int64)
+    loads = ExpertLoads([ExpertLoad("model.layers.0.mlp.experts", tokens)])
+    assert plain(crossed(loads)) == plain(loads)
 
 
 def test_plans_come_back_equal_and_their_arrays_can_be_written() -> None:

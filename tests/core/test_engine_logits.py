@@ -5,11 +5,12 @@ A log-softmax over the whole vocabulary leaves out nothing of the logits but a c
 
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
 import torch
-from tests.helpers.checkpoints import VOCAB, oracle_logits, tiny_checkpoint
+from tests.helpers.checkpoints import VOCAB, fuse_experts, oracle_logits, tiny_checkpoint
 from tests.helpers.engines import assert_idle, distributions, greedy, rows, tiny_engine
 from transformers import PreTrainedModel
 
@@ -27,6 +28,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3 with wide heads": ("qwen3", {"head_dim": 24}),
     "mistral with a window": ("mistral", {"sliding_window": 7}),
     "qwen3-moe": ("qwen3-moe", {}),
+    "qwen3-moe, a dense layer, renormalized": (
+        "qwen3-moe",
+        {"mlp_only_layers": [0], "norm_topk_prob": True},
+    ),
+    "mixtral": ("mixtral", {}),
 }
 CHUNKS: dict[str, dict[str, Any]] = {
     "at once": {},
@@ -84,7 +90,7 @@ def answered(engine: Engine, prompts: list[list[int]], params: Any) -> list[Requ
 
 
 @pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3-moe"])
 def test_logits_equal_transformers_however_the_prompt_is_cut(
     family: str, chunks: str, tiny: Tiny
 ) -> None:
@@ -114,7 +120,7 @@ def test_logits_of_other_models_equal_transformers_in_chunks_and_decoding(
         assert_equals_oracle(output, model)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window", "mixtral"])
 def test_logits_after_a_prefix_hit_equal_transformers_at_every_position(
     case: str, tiny: Tiny
 ) -> None:
@@ -130,7 +136,7 @@ def test_logits_after_a_prefix_hit_equal_transformers_at_every_position(
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("params", [EVERYTHING, GENERATED], ids=["with prompts", "generated"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window", "mixtral"])
 def test_logits_after_a_preemption_equal_transformers(
     case: str, params: Any, caching: bool, tiny: Tiny
 ) -> None:
@@ -139,6 +145,14 @@ def test_logits_after_a_preemption_equal_transformers(
     outputs = answered(engine, rows(16, 15, 14, 13, 12), params)
     assert engine.stats.total_preemptions > 0
     for output in outputs:
+        assert_equals_oracle(output, model)
+
+
+def test_experts_stored_as_one_tensor_give_the_same_logits(tiny: Tiny, tmp_path: Path) -> None:
+    folder, model = tiny("mixtral")
+    fuse_experts(copytree(folder, tmp_path / "fused"))
+    engine = tiny_engine(tmp_path / "fused", long_prefill_token_threshold=7)
+    for output in answered(engine, rows(40, 5, 23), EVERYTHING):
         assert_equals_oracle(output, model)
 
 

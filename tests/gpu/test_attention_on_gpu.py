@@ -24,6 +24,9 @@ BACKENDS: list[Offer[AttentionBackend]] = [
 each_backend = pytest.mark.parametrize("offer", BACKENDS, ids=lambda offer: offer.name)
 
 LLAMA = AttentionParams(num_heads=8, num_kv_heads=2, head_size=128, scale=128**-0.5)
+Scales = tuple[list[float], list[float]]
+PER_TENSOR: Scales = ([0.01], [0.02])
+PER_HEAD: Scales = ([0.01, 0.003], [0.3, 0.004])
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float16: 3e-3, torch.float32: 2e-5}
 MIXED = [
     *decoding(1, 17, 300, 4097),
@@ -42,25 +45,27 @@ def case_of(
     dtype: torch.dtype = torch.bfloat16,
     block_size: int = 16,
     phases: tuple[str, ...] = ("prefill", "decode"),
+    kv_scales: Scales | None = None,
 ) -> Case:
     """Skips what the backend's cells refuse."""
     name = str(dtype).removeprefix("torch.")
+    features = {"head_scales"} if kv_scales is not None and len(kv_scales[0]) > 1 else set()
     for phase in phases:
         demand = Demand(
             device="cuda",
             compute_capability=torch.cuda.get_device_capability(),
             dtype=name,
-            kv_dtype=name,
+            kv_dtype=name if kv_scales is None else "float8_e4m3fn",
             head_size=params.head_size,
             block_size=block_size,
             phase=phase,
-            features=params.features,
+            features=params.features | features,
         )
         refusals = [cell.refusals(demand) for cell in offer.descriptor.cells]
         if all(refusals):
             pytest.skip("; ".join(refusals[0]))
     arguments: dict[str, Any] = {"params": params, "dtype": dtype, "block_size": block_size}
-    return make_case(offer.load(), requests, device="cuda", **arguments)
+    return make_case(offer.load(), requests, device="cuda", kv_scales=kv_scales, **arguments)
 
 
 def assert_close(out: torch.Tensor, case: Case) -> None:
@@ -79,6 +84,40 @@ def test_any_heads(
     )
     for requests in (MIXED, decoding(5, 700, 64)):
         case = case_of(offer, requests, params=params)
+        assert_close(case.run(), case)
+
+
+@each_backend
+@pytest.mark.parametrize("kv_scales", [PER_TENSOR, PER_HEAD], ids=["tensor", "head"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_size", [64, 80, 128, 256])
+@pytest.mark.parametrize("heads", [2, 8, 14])
+def test_an_fp8_cache_is_what_it_stands_for(
+    offer: Offer[AttentionBackend],
+    heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    kv_scales: Scales,
+) -> None:
+    params = AttentionParams(
+        num_heads=heads, num_kv_heads=2, head_size=head_size, scale=head_size**-0.5
+    )
+    for requests in (MIXED, decoding(5, 700, 64), decoding(33000)):
+        case = case_of(offer, requests, params=params, dtype=dtype, kv_scales=kv_scales)
+        for _ in range(2):
+            assert_close(case.run(), case)
+
+
+@each_backend
+@pytest.mark.parametrize("kv_scales", [PER_TENSOR, PER_HEAD], ids=["tensor", "head"])
+@pytest.mark.parametrize("soft_cap", [None, 3.0])
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_windows_and_soft_caps_over_an_fp8_cache(
+    offer: Offer[AttentionBackend], window: int | None, soft_cap: float | None, kv_scales: Scales
+) -> None:
+    params = replace(LLAMA, scale=0.3, sliding_window=window, soft_cap=soft_cap)
+    for block_size in (16, 64):
+        case = case_of(offer, MIXED, params=params, block_size=block_size, kv_scales=kv_scales)
         assert_close(case.run(), case)
 
 
@@ -129,16 +168,22 @@ def test_a_step_without_requests_gives_no_rows(offer: Offer[AttentionBackend]) -
 
 
 @each_backend
+@pytest.mark.parametrize("kv_scales", [None, PER_TENSOR], ids=["own", "fp8"])
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("longest", [[4000], [700, 30, 1, 5000, 64], [300] * 70])
 def test_a_captured_step_follows_changed_lengths(
-    offer: Offer[AttentionBackend], longest: list[int], window: int | None
+    offer: Offer[AttentionBackend],
+    longest: list[int],
+    window: int | None,
+    kv_scales: Scales | None,
 ) -> None:
     """Captured with one token of context each; the last request of a replay is padding."""
     if not offer.descriptor.graph_safe:
         pytest.skip("not graph-safe")
     params = replace(LLAMA, sliding_window=window)
-    case = case_of(offer, decoding(*longest), params=params, phases=("decode",))
+    case = case_of(
+        offer, decoding(*longest), params=params, phases=("decode",), kv_scales=kv_scales
+    )
     assert case.batch.on_device is not None
 
     def batch_of(lengths: list[int]) -> AttentionBatch:
@@ -146,7 +191,7 @@ def test_a_captured_step_follows_changed_lengths(
         return replace(case.batch, seq_lens=np.array(lengths, np.int32), is_static=True)
 
     def run(plan: Any) -> torch.Tensor:
-        return case.backend.run(case.q, case.cache, plan, params)
+        return case.backend.run(case.q, case.cache, plan, params, case.scales)
 
     plan = case.backend.plan(batch_of([1] * len(longest)))
     run(plan)

@@ -77,6 +77,14 @@ def test_rotary_write_equals_its_definition(
     )
 
 
+@pytest.mark.parametrize("scales", [(0.37, 0.01), (1e-3, 30.0)])
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_an_fp8_cache_gets_quotients_that_end_at_448(
+    check: Checker, num_tokens: int, scales: tuple[float, float]
+) -> None:
+    check.rotary_write((32, 8, 128), 128, normed=True, num_tokens=num_tokens, scales=scales)
+
+
 @pytest.mark.parametrize("size", [1, 100, 4096, 5120])
 def test_embedding_equals_its_definition(check: Checker, size: int) -> None:
     check.embedding(size)

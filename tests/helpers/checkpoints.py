@@ -20,6 +20,7 @@ FAMILIES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3-moe": "Qwen3Moe",
+    "mixtral": "Mixtral",
 }
 """Name -> how `transformers` begins the names of its classes."""
 
@@ -35,10 +36,9 @@ SIZES: Mapping[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.2,  # at the usual 0.02 the logits of so small a model are all but zero
 }
-EXPERT_SIZES: Mapping[str, Any] = {
-    "moe_intermediate_size": 32,
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
+EXPERT_SIZES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3-moe": {"moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 3},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2},
 }
 
 
@@ -50,7 +50,7 @@ def tiny_checkpoint(
     Norms scale by 0.5 to 1.5, biases are about as large as what they are added to, and logits have
     a standard deviation above 1: nothing that could be left out goes unseen.
     """
-    sizes = SIZES | (EXPERT_SIZES if family == "qwen3-moe" else {}) | overrides
+    sizes = SIZES | EXPERT_SIZES.get(family, {}) | overrides
     config = getattr(transformers, f"{FAMILIES[family]}Config")(**sizes)
     torch.manual_seed(seed)
     model = getattr(transformers, f"{FAMILIES[family]}ForCausalLM")(config).float().eval()
@@ -91,6 +91,29 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> N
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
     edit(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
+
+
+def fuse_experts(folder: Path) -> None:
+    """Stores the experts as transformers 5 holds them in memory: one tensor of all for gate and up,
+    one for down, and Mixtral's under `mlp`."""
+
+    def fuse(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if ".block_sparse_moe." in name]:
+            renamed = name.replace(".block_sparse_moe.", ".mlp.")
+            for old, new in (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj")):
+                renamed = renamed.replace(f".{old}.", f".{new}.")
+            tensors[renamed] = tensors.pop(name)
+        for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+            prefix = first.removesuffix("0.gate_proj.weight")
+            count = sum(n.startswith(prefix) and n.endswith(".gate_proj.weight") for n in tensors)
+            gate, up, down = (
+                torch.stack([tensors.pop(f"{prefix}{e}.{part}_proj.weight") for e in range(count)])
+                for part in ("gate", "up", "down")
+            )
+            tensors[f"{prefix}gate_up_proj"] = torch.cat((gate, up), 1)
+            tensors[f"{prefix}down_proj"] = down
+
+    edit_tensors(folder, fuse)
 
 
 def quantize_w8(

@@ -15,6 +15,7 @@ from rackmount.engine.core import Event
 from rackmount.engine.group import Group
 from rackmount.engine.intake import Intake
 from rackmount.engine.sequence import Sequence as Answered
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.step_output import SchedulerStats
 from rackmount.serving.answer import Answer, Outlet
@@ -60,7 +61,12 @@ class FakeEngine:
         self.go.set()
         self.failure: str | None = None
         self.stats = SchedulerStats()
-        self.description: dict[str, Any] = {"parts": [], "report": ["a fake"]}
+        self.description: dict[str, Any] = {
+            "parts": [],
+            "report": ["a fake"],
+            "expert_layers": [],
+        }
+        self.loads: list[ExpertLoad] = []
         self.model_info = limits
         self.submitted: list[tuple[list[int], SamplingParams, int, str | None]] = []
         self.open: dict[str, tuple[Answered, Outlet]] = {}
@@ -110,6 +116,12 @@ class FakeEngine:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return Answer(group, outlet, self._drop)
+
+    async def expert_load(self) -> list[ExpertLoad]:
+        if self.failure is not None:
+            raise EngineDead(self.failure)
+        await self.go.wait()
+        return self.loads
 
     def die(self, failure: str = "the core died") -> None:
         self.failure = failure

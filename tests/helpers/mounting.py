@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rackmount.loading.safetensors_reader import open_checkpoint
+from rackmount_registry.attention import KVCache
 from rackmount_registry.axes import Mesh
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.checkpoint import Checkpoint
@@ -55,6 +56,7 @@ def draft_of(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
     scheme: QuantizationScheme | None = None,
+    kv_cache: KVCache | None = None,
 ) -> Draft:
     """The draft of a checkpoint's architecture; `scheme` by default as its configuration says."""
     reader = ConfigReader(checkpoint.config)
@@ -62,7 +64,9 @@ def draft_of(
     stored = reader.sub("quantization_config")
     if scheme is None and stored is not None:
         scheme = plugins().claimed(SchemeDescriptor, stored.quant_method).load()(stored)
-    return draft(architecture.load(), reader, dtype=dtype, mesh=mesh, scheme=scheme)
+    return draft(
+        architecture.load(), reader, dtype=dtype, mesh=mesh, scheme=scheme, kv_cache=kv_cache
+    )
 
 
 def mount_reference(
@@ -71,13 +75,14 @@ def mount_reference(
     dtype: torch.dtype = torch.float32,
     mesh: Mesh | None = None,
     scheme: QuantizationScheme | None = None,
+    kv_cache: KVCache | None = None,
     parts: Parts | None = None,
     max_positions: int = 64,
 ) -> Reference:
     """Mounts `folder` with the parts that `auto` chooses, or with `parts`."""
     checkpoint = open_checkpoint(folder)
     try:
-        drafted = draft_of(checkpoint, dtype=dtype, mesh=mesh, scheme=scheme)
+        drafted = draft_of(checkpoint, dtype=dtype, mesh=mesh, scheme=scheme, kv_cache=kv_cache)
         return mount_draft(drafted, checkpoint, parts=parts, max_positions=max_positions)
     finally:
         checkpoint.close()

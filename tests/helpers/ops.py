@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rackmount_registry import ops
+from rackmount_registry.attention import FP8
 
 STEPS = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 """Distance between neighbouring numbers, relative."""
@@ -79,9 +80,11 @@ class Checker:
         integers: torch.dtype = torch.int64,
         num_tokens: int = 3,
         cache_dtype: torch.dtype | None = None,
+        scales: tuple[float, float] | None = None,
     ) -> None:
         """q, k and v are views of one tensor; heads are (H, G, D). Some tokens are padding, and
-        the cache is NaN where nothing is written."""
+        the cache is NaN where nothing is written. `scales` of the first head's keys and values are
+        of an FP8 cache; each next head's are twice as large."""
         num_heads, groups, size = heads
         joined = self.randn(num_tokens, (num_heads + 2 * groups) * size)
         before = joined.clone()
@@ -93,15 +96,21 @@ class Checker:
         slots = slots.to(integers)
         table = angles(rotated).to(self.device) if rotated else None
         shape, results = (2, num_tokens + 2, groups, size), []
+        doubling = 2.0 ** torch.arange(groups, device=self.device)
+        given = (None, None) if scales is None else tuple(each * doubling for each in scales)
+        cache_dtype = cache_dtype if scales is None else FP8
         for op_set in (self.op_set, ops.reference_ops()):
             cache = torch.full(shape, math.nan, dtype=cache_dtype or self.dtype, device=self.device)
             out = op_set.rotary_write(
-                q, k, v, positions, table, *norms, 1e-6, interleaved, cache, slots
+                q, k, v, positions, table, *norms, 1e-6, interleaved, cache, slots, *given
             )
             results.append((out, cache))
         (found, found_cache), (defined, defined_cache) = results
         self.assert_equal(found, defined, scale=8.0)
         assert torch.equal(found_cache.isnan(), defined_cache.isnan())
+        if scales is not None:
+            assert_neighbours(found_cache, defined_cache)
+            return
         both = (cache.nan_to_num().to(self.dtype) for cache in (found_cache, defined_cache))
         self.assert_equal(*both, scale=8.0)
         assert torch.equal(joined, before)
@@ -135,6 +144,14 @@ class Checker:
             count = -(-length // block_size)
             assert torch.equal(table[request, :count], tables[int(rows[request]), :count])
             assert (table[request, count:] == -9).all()
+
+
+def assert_neighbours(found: Tensor, defined: Tensor) -> None:
+    """FP8 numbers are the same, but for a few that fall to the neighbour."""
+    places = (found.cpu().view(torch.uint8), defined.cpu().view(torch.uint8))
+    apart = (places[0].int() - places[1].int()).abs()
+    assert int(apart.max()) <= 1
+    assert int((apart > 0).sum()) <= max(1, apart.numel() // 50)
 
 
 def angles(width: int) -> Tensor:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from tests.helpers.checkpoints import (
     FAMILIES,
     edit_config,
     edit_tensors,
+    fuse_experts,
     oracle_logits,
     random_ids,
     tiny_checkpoint,
@@ -51,6 +53,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe, a dense layer": ("qwen3-moe", {"mlp_only_layers": [1]}),
     "qwen3-moe with all experts": ("qwen3-moe", {"num_experts_per_tok": 8}),
     "qwen3-moe with a window": ("qwen3-moe", WINDOW),
+    "mixtral": ("mixtral", {}),
+    "mixtral with a window": ("mixtral", {"sliding_window": 7}),
+    "mixtral with wide heads and one expert a token": (
+        "mixtral",
+        {"head_dim": 24, "num_experts_per_tok": 1},
+    ),
 }
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
@@ -210,6 +218,40 @@ def test_the_number_of_experts_is_read_in_either_spelling(key: str, tmp_path: Pa
     edit_config(folder, lambda c: c.pop("num_experts", None) or c.pop("num_local_experts"))
     edit_config(folder, lambda c: c.update({key: 8}))
     assert_equal_logits(folder, model)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_experts_may_be_stored_as_transformers_5_holds_them(family: str, tmp_path: Path) -> None:
+    folder, model = tiny_checkpoint(tmp_path, family)
+    plain = pieces(mount_reference(folder))
+    fuse_experts(folder)
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        stored = set(file.keys())
+    assert {name for name in stored if ".experts." in name} == {
+        f"model.layers.{layer}.mlp.experts.{part}_proj"
+        for layer in range(2)
+        for part in ("gate_up", "down")
+    }
+    assert not stored & {name for name, _ in plain if "experts" in name or "sparse" in name}
+    assert_equal_logits(folder, model)
+
+
+def test_experts_stored_in_both_spellings_are_refused(tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, "qwen3-moe")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    whole = "model.layers.1.mlp.experts.down_proj"
+    edit_tensors(folder, lambda tensors: tensors.update({whole: tensors[name].expand(8, -1, -1)}))
+    with pytest.raises(CheckpointError, match=rf"stores \S+ as \S+ in .* and as {whole} in"):
+        mount_reference(folder)
+
+
+def test_a_mixtral_file_without_theta_means_a_million(tmp_path: Path) -> None:
+    folder, model = tiny_checkpoint(tmp_path, "mixtral")
+    edit_config(folder, lambda c: c.pop("rope_parameters"))
+    assert_equal_logits(folder, model)
+    edit_config(folder, lambda c: c.update(rope_theta=1e4))
+    ids = random_ids(24)
+    assert (mount_reference(folder).logits(ids) - oracle_logits(model, ids)).abs().max() > 0.01
 
 
 def test_another_activation_is_refused(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ def random_input(num_tokens: int, dtype: torch.dtype = torch.float64) -> ExpertI
     chosen[:, 4] = -100
     return ExpertInput(
         x=randn(num_tokens, HIDDEN, seed=4).to(dtype),
-        expert_ids=chosen.topk(TOP_K).indices,
+        expert_ids=chosen.topk(TOP_K).indices.int(),
         weights=randn(num_tokens, TOP_K, seed=5).abs().float(),
     )
 
@@ -98,7 +98,7 @@ def test_the_output_is_the_weighted_sum_of_each_tokens_experts(
 
 def test_all_tokens_may_choose_one_expert() -> None:
     given = random_input(9)
-    ids = torch.tensor([3, 0]).expand(9, TOP_K)
+    ids = torch.tensor([3, 0], dtype=torch.int32).expand(9, TOP_K)
     assert_defined(replace(given, expert_ids=ids), dense_bundle())
 
 
@@ -151,11 +151,11 @@ def test_many_small_shares_are_not_lost_in_a_narrow_sum() -> None:
     }
     one = ExpertInput(
         x=randn(1, HIDDEN, seed=4).bfloat16(),
-        expert_ids=torch.tensor([[0]]),
+        expert_ids=torch.zeros(1, 1, dtype=torch.int32),
         weights=torch.ones(1, 1),
     )
     shares = torch.tensor([[1.0, *[1 / 512] * 5]])  # bfloat16 rounds 1 + 1/512 to 1
-    many = replace(one, expert_ids=torch.arange(6).unsqueeze(0), weights=shares)
+    many = replace(one, expert_ids=torch.arange(6).int().unsqueeze(0), weights=shares)
     whole = run(one, ExpertBundle(**alike)).float() * shares.sum()
     assert torch.equal(run(many, ExpertBundle(**alike)), whole.bfloat16())
 

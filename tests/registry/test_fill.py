@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
@@ -18,7 +19,7 @@ from rackmount_quant.w8 import INT8_ROWS
 from rackmount_registry.axes import Axis, Mesh, Solo
 from rackmount_registry.errors import CheckpointError, ConfigError
 from rackmount_registry.formats import Dim, QuantizationScheme, Slot, StoredFormat, Weight
-from rackmount_registry.mount import Mounted, assemble, fill, fill_randomly
+from rackmount_registry.mount import Mounted, assemble, fill, fill_randomly, random_weight
 from rackmount_registry.nn import (
     Embedding,
     Experts,
@@ -27,6 +28,7 @@ from rackmount_registry.nn import (
     Norm,
     OutputHead,
     Routing,
+    SparseMLP,
 )
 from rackmount_registry.nn.socket import Socket, Survey
 from rackmount_registry.nn.storage import Piece, Source, Storage
@@ -46,7 +48,7 @@ class Model(nn.Module):
         self.embed = Embedding(vocab, HIDDEN)
         self.mlp = GatedMLP(HIDDEN, Axis("ffn", 8), bias=True)
         experts, expert_ffn = Axis("experts", 4), Axis("expert_ffn", 2)
-        self.moe = Experts(HIDDEN, experts, expert_ffn, Routing(top_k=2))
+        self.moe = SparseMLP(Experts(HIDDEN, experts, expert_ffn, Routing(top_k=2)))
         self.norm = Norm(HIDDEN, 1e-6)
         self.head = OutputHead(HIDDEN, vocab, tied=self.embed if tied else None)
 
@@ -410,6 +412,7 @@ def test_a_random_tied_head_is_the_embedding() -> None:
 
 def test_a_model_with_random_weights_runs() -> None:
     mounted = random_mounted()
+    mounted.draft.model.moe.experts.step.begin([len(IDS)])
     logits = mounted.logits(mounted.forward(IDS))
     assert logits.isfinite().all() and logits.std() > 0
 
@@ -447,6 +450,19 @@ def test_a_format_that_encodes_is_drawn_as_the_dense_weight_would_be() -> None:
         return prepared
 
     assert torch.equal(gate(Doubled()), gate(None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [lambda: None, Doubled], ids=["plain", "encoded"])
+def test_a_weight_without_a_model_is_drawn_as_in_one(make: Any) -> None:
+    filled: Any = random_mounted(scheme=make(), seed=3).draft.model
+    drafted: Any = draft_module(Model, dtype=torch.float32, scheme=make()).model
+    weight = drafted.mlp.gate_up.gemms[0].weight
+    assert weight.finished_bytes == 0
+    drawn = random_weight(weight, device=torch.device("cpu"), dtype=torch.float32, seed=3)
+    assert torch.equal(drawn.dequantize(), filled.mlp.gate_up.gemms[0].prepared)
+    assert weight.finished_bytes == drawn.tensors["weight"].nbytes > 0
+    if make is Doubled:
+        assert all(storage.tensor.is_meta for storage in weight.storages.values())
 
 
 def doubled_tensors(scheme: Doubled) -> dict[str, Tensor]:
@@ -536,7 +552,7 @@ def test_a_piece_is_read_from_the_spelling_that_is_there() -> None:
 def test_quantized_weights_are_not_drawn() -> None:
     class EightBits:
         def format_for(self, name: str, *rest: object) -> object:
-            return INT8_ROWS if name.startswith("mlp.") else None
+            return replace(INT8_ROWS, encode=None) if name.startswith("mlp.") else None
 
     with pytest.raises(ConfigError, match=r"these are quantized: mlp.gate_proj.weight, mlp.down"):
         random_mounted(scheme=EightBits())  # type: ignore[arg-type]

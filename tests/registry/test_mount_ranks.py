@@ -32,6 +32,7 @@ DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 24}),
     "qwen3 with replicated KV heads": ("qwen3", {"num_key_value_heads": 1}),
     "qwen3-moe": ("qwen3-moe", {}),
+    "mixtral": ("mixtral", {"num_local_experts": 4}),
 }
 
 
@@ -210,7 +211,7 @@ def test_dense_and_int8_parts_of_a_projection_are_products_of_their_own(tmp_path
 def test_experts_of_mixed_formats_are_refused(tmp_path: Path) -> None:
     folder, _ = tiny_checkpoint(tmp_path / "float", "qwen3-moe")
     quantized, _ = quantize_w8(folder, lambda name: "down_proj" in name, ["down_proj"])
-    with pytest.raises(ConfigError, match=r"layers.0.mlp: the experts .* not dense, w8"):
+    with pytest.raises(ConfigError, match=r"layers.0.mlp.experts: the experts .* not dense, w8"):
         mount_reference(quantized)
 
 

@@ -100,6 +100,18 @@ def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
         assert plane[1:5].isnan().all()
 
 
+def test_an_fp8_cache_holds_quotients_to_the_nearest_and_cut_off_at_448() -> None:
+    k = torch.tensor([[[0.37, 1000.0, -1000.0, math.nan]], [[-3.7, 0.0, 170.0, 1e-9]]])
+    cache = torch.zeros(2, 2, 1, 4, dtype=torch.float8_e4m3fn)
+    scales = torch.tensor([0.37]), torch.tensor([2.0])
+    given = (torch.arange(2), None, None, None, 0.0, False, cache, torch.arange(2))
+    ops.rotary_write(k, k, 2 * k, *given, *scales)
+    keys, values = cache.float().squeeze(2)
+    assert keys.isnan().nonzero().tolist() == values.isnan().nonzero().tolist() == [[0, 3]]
+    assert keys.nan_to_num(0).tolist() == [[1, 448, -448, 0], [-10, 0, 448, 0]]
+    assert values.nan_to_num(0).tolist() == [[0.375, 448, -448, 0], [-3.75, 0, 176, 0]]
+
+
 def test_tokens_sampled_on_the_device_take_the_place_of_their_row() -> None:
     last_ids = torch.tensor([70, 71, 72], dtype=torch.int32)
     ids = torch.tensor([-3, 5, 0, -1], dtype=torch.int32)
@@ -129,7 +141,7 @@ def test_an_embedding_gives_zeros_for_ids_of_other_ranks() -> None:
 
 def test_experts_of_equal_score_come_lowest_id_first() -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 1.0, 2.0]])
-    ids, weights = ops.route(logits, Routing(top_k=4))
+    ids, weights = ops.route(logits, Routing(top_k=4), None)
     assert ids.tolist() == [[1, 2, 4, 0]]
     big, small = math.e / (3 * math.e + 1), 1 / (3 * math.e + 1)
     torch.testing.assert_close(weights, torch.tensor([[big, big, big, small]]))
@@ -137,13 +149,13 @@ def test_experts_of_equal_score_come_lowest_id_first() -> None:
 
 def test_weights_are_shares_of_all_experts_unless_renormalized() -> None:
     logits = randn(6, 5)
-    ids, weights = ops.route(logits, Routing(top_k=2, renormalize=False))
+    ids, weights = ops.route(logits, Routing(top_k=2, renormalize=False), None)
     torch.testing.assert_close(weights, logits.softmax(-1).gather(-1, ids))
-    _, shares = ops.route(logits, Routing(top_k=2, renormalize=True))
+    _, shares = ops.route(logits, Routing(top_k=2, renormalize=True), None)
     torch.testing.assert_close(shares, weights / weights.sum(-1, keepdim=True))
 
 
 def test_weights_are_wide_even_for_narrow_logits() -> None:
-    assert ops.route(randn(2, 5).bfloat16(), Routing(top_k=2))[1].dtype == torch.float32
-    assert ops.route(randn(2, 5), Routing(top_k=2))[1].dtype == torch.float64
-    assert [t.shape for t in ops.route(randn(0, 5), Routing(top_k=2))] == [(0, 2)] * 2
+    assert ops.route(randn(2, 5).bfloat16(), Routing(top_k=2), None)[1].dtype == torch.float32
+    assert ops.route(randn(2, 5), Routing(top_k=2), None)[1].dtype == torch.float64
+    assert [t.shape for t in ops.route(randn(0, 5), Routing(top_k=2), None)] == [(0, 2)] * 2

@@ -8,7 +8,8 @@ from tests.helpers.checkpoints import random_ids, tiny_checkpoint
 from tests.helpers.mounting import mount_reference
 from torch import Tensor
 
-from rackmount_registry.attention import AttentionParams
+from rackmount_registry import ops
+from rackmount_registry.attention import FP8, AttentionParams, KVScales
 from rackmount_registry.step import ReferenceStep, attend_causally
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
@@ -44,6 +45,36 @@ def test_the_last_queries_alone_get_what_they_get_among_all(window: int | None) 
     q, k, v = qkv(7)
     whole = attend_causally(q, k, v, params(window))
     torch.testing.assert_close(attend_causally(q[5:], k, v, params(window)), whole[5:])
+
+
+class Fp8Layer:
+    """Stores keys and values as they come."""
+
+    index, params = 0, params()
+    kv_scales = KVScales(k=torch.tensor([0.01, 0.003]), v=torch.tensor([0.5, 0.02]))
+
+    def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
+        fixed = (torch.zeros(len(q)), None, None, None, 0.0, False)
+        return ops.rotary_write(q, k, v, *fixed, cache, slots, self.kv_scales.k, self.kv_scales.v)
+
+
+def nearest(x: Tensor, scale: Tensor) -> Tensor:
+    """x [T, G, D] to the nearest of all finite FP8 numbers, times the scale [G]."""
+    numbers = torch.arange(256).to(torch.uint8).view(FP8).double()
+    numbers = numbers[numbers.isfinite()]
+    scale = scale.double().unsqueeze(-1)
+    places = (x / scale).unsqueeze(-1).sub(numbers).abs().argmin(-1)
+    return numbers[places] * scale
+
+
+def test_an_fp8_cache_is_attended_to_as_what_it_stands_for() -> None:
+    q, k, v = qkv(7)
+    step, layer = ReferenceStep(), Fp8Layer()
+    step.begin([4, 3])
+    keys, values = nearest(k, layer.kv_scales.k), nearest(v, layer.kv_scales.v)
+    parts = zip(*(t.split((4, 3)) for t in (q, keys, values)), strict=True)
+    expected = torch.cat([attend_causally(*each, layer.params) for each in parts])
+    torch.testing.assert_close(step.attend(layer, q, k, v), expected)
 
 
 def test_positions_begin_again_with_each_sequence() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rackmount_registry.axes import AXIS_NAMES, Axis, Mesh, Solo
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import Dim, Role, Slot, StoredFormat, Weight
-from rackmount_registry.nn import Embedding, Experts, MergedLinear, Routing
+from rackmount_registry.nn import Embedding, Experts, MergedLinear, Routing, SparseMLP
 from rackmount_registry.nn.storage import LinearPart, Piece, StoredWeight, fusable, vector
 
 OUT, IN, PART = Dim("out"), Dim("in"), Dim("part")
@@ -218,13 +218,14 @@ def test_formats_that_do_not_fuse_stay_apart_and_parts_keep_their_order(
 
 def test_the_experts_of_a_layer_share_one_format() -> None:
     def make() -> nn.Module:
-        return nn.Sequential(
-            Experts(6, Axis("experts", 2), Axis("expert_ffn", 4), Routing(top_k=1))
-        )
+        experts = Experts(6, Axis("experts", 2), Axis("expert_ffn", 4), Routing(top_k=1))
+        return nn.Sequential(SparseMLP(experts))
 
     for name in ("0.experts.1.up_proj", "0.experts.1.down_proj"):
         scheme = ByName({name: stored_as(Slot("weight", (OUT, IN), "int8"))})
-        with pytest.raises(ConfigError, match=r"^0: the experts .* one format, not dense, test"):
+        with pytest.raises(
+            ConfigError, match=r"^0.experts: the experts .* one format, not dense, test"
+        ):
             draft_module(make, scheme=scheme)
 
 

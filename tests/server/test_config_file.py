@@ -111,7 +111,6 @@ def test_a_file_that_is_wrong_is_refused(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--kv-cache-dtype", "fp8"], "kv_cache_dtype='fp8'"),
         (["--api-key-file", "/nowhere"], "cannot be read"),
         (["--api-key-file", "/dev/null"], "holds no key"),
         (["--chat-template", "/nowhere"], "cannot be read"),

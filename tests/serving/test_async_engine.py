@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import EOS, chain_checkpoint, greedy, spell, tiny_engine
 from tests.helpers.executors import belongings
 from tests.helpers.null_executor import RAISES, TOKEN, null_plugin
@@ -276,6 +277,29 @@ def test_the_prefix_cache_can_be_reset_and_the_parts_are_told(served: Served) ->
         assert (engine.model_info.max_model_len, engine.model_info.vocab_size) == (256, 260)
 
     served.run(check())
+
+
+def test_the_load_of_experts_is_told_amid_answers(tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, "qwen3-moe")
+    with tiny_engine(folder) as engine:
+        expected = engine.generate([[5, 6, 7]], greedy(12))[0].token_ids
+        load = engine.expert_load()
+
+    async def check() -> None:
+        async with await AsyncEngine.start(folder, **SMALL) as engine:
+            assert engine.description["expert_layers"] == [each.layer for each in load]
+            answer = engine.submit([5, 6, 7], greedy(12))
+            told = await asyncio.gather(*(engine.expert_load() for _ in range(3)))
+            assert (await answer.output()).token_ids == expected
+            assert all(len(each) == len(load) for each in told)
+            found = await engine.expert_load()
+            assert [each.tokens.tolist() for each in found] == [
+                each.tokens.tolist() for each in load
+            ]
+        with pytest.raises(EngineDead):
+            await engine.expert_load()
+
+    asyncio.run(check())
 
 
 def test_signals_are_the_front_ends_business(served: Served) -> None:

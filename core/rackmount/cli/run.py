@@ -13,10 +13,11 @@ from rackmount.cli.answer import Answer, answer
 from rackmount.cli.options import AsJson, EngineOptions, Model, SamplingOptions, unfold
 from rackmount.cli.progress import progress
 from rackmount.engine.engine import Engine
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.report import startup_report
 from rackmount.sampling.params import SamplingParams
 from rackmount.text.prompts import Prompt
-from rackmount_registry.errors import RequestError
+from rackmount_registry.errors import ConfigError, RequestError
 
 
 @unfold
@@ -40,6 +41,9 @@ def run(
         str | None, typer.Option(help="System message of the conversation.", show_default=False)
     ] = None,
     as_json: AsJson = False,
+    expert_load: Annotated[
+        bool, typer.Option("--expert-load", help="Say at the end how busy the experts were.")
+    ] = False,
     *,
     sampling: SamplingOptions,
     engine: EngineOptions,
@@ -54,6 +58,8 @@ def run(
     with progress() as report:
         mounted = Engine(model, manager=ctx.obj, report=report, **engine.arguments())
     with mounted:
+        if expert_load and not mounted.core.expert_layers:
+            raise ConfigError(f"--expert-load: {model} has no experts")
         lines = startup_report(mounted.rack, mounted.core, mounted.manager)
         typer.echo("\n".join(lines), err=True)
         params = replace(mounted.default_sampling_params, **given)
@@ -75,6 +81,8 @@ def run(
             messages = [*asked, {"role": "assistant", "content": said.text}]
             if prompt is not None and said.finish_reason == "error":
                 raise typer.Exit(1)
+        if expert_load:
+            typer.echo("\n".join(_table(mounted.expert_load())), err=True)
 
 
 def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: bool) -> Answer:
@@ -83,6 +91,19 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: boo
     typer.echo(json.dumps(said.as_plain(), ensure_ascii=False) if as_json else "")
     typer.echo(str(said), err=True)
     return said
+
+
+def _table(layers: list[ExpertLoad]) -> Iterator[str]:
+    """A line for each layer."""
+    width = max(len(each.layer) for each in layers)
+    yield f"{'experts':<{width}} {'tokens':>9} {'used':>9} {'max/mean':>9}  busiest"
+    for each in layers:
+        total, count = int(each.tokens.sum()), each.tokens.size
+        share = each.tokens[each.busiest] / max(total, 1)
+        yield (
+            f"{each.layer:<{width}} {total:>9} {f'{each.num_used}/{count}':>9} "
+            f"{each.imbalance:>9.2f}  {each.busiest} ({share:.1%})"
+        )
 
 
 def _typed(as_json: bool) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The engine core: scheduler and executor, step by step, in token ids alone."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -8,14 +9,17 @@ from pathlib import Path
 
 import msgspec
 
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.messages import (
     MAX_IN_FLIGHT,
     Carve,
     Load,
     RankSetup,
+    ReadExpertLoad,
     StepResult,
 )
 from rackmount.execution.program import Live
+from rackmount.execution.saturation import too_small, worst
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.plan import StepPlan
@@ -25,6 +29,8 @@ from rackmount.scheduling.step_output import SchedulerStats, StepOutput
 from rackmount_registry.errors import RequestError
 from rackmount_registry.executor import Executor, Launch, RankError
 from rackmount_registry.options import instantiate
+
+_log = logging.getLogger(__name__)
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True):
@@ -65,6 +71,10 @@ class EngineCore:
             self.num_kv_blocks = min(each.num_kv_blocks for each in loaded)
             carved = self.executor.call(Carve(num_kv_blocks=self.num_kv_blocks))
             self.kv_bytes = sum(each.kv_bytes for each in carved)
+            self.saturation = worst([each.saturation for each in carved])
+            self.num_tried = carved[0].num_tried
+            if wrong := too_small(self.saturation, self.num_tried):
+                _log.warning(wrong)
         except BaseException:
             self.executor.close()
             raise
@@ -89,6 +99,8 @@ class EngineCore:
         self.events: deque[Event] = deque()
         """What steps did, oldest first, for whoever drives the core to take."""
         self._down: RankError | None = None
+        self.expert_layers = [layer.path for layer in rack.draft.experts]
+        """Those that have experts."""
 
     @property
     def stats(self) -> SchedulerStats:
@@ -130,6 +142,25 @@ class EngineCore:
         if failure:
             raise failure
         return True
+
+    def settle(self) -> None:
+        """Ends the steps in flight, and begins none. Raises as `step` does."""
+        failure: BaseException | None = None
+        with self._restarting():
+            while self._in_flight:
+                later = self._collect()
+                failure = failure or later
+        if failure:
+            raise failure
+
+    def expert_load(self) -> list[ExpertLoad]:
+        """Of each layer with experts, the steps in flight included, which it ends."""
+        if not self.expert_layers:
+            return []
+        self.settle()
+        self.executor.forget()  # what an interrupt has left there
+        layers: list[ExpertLoad] = self.executor.call(ReadExpertLoad())[0].layers
+        return layers
 
     def _submit(self) -> BaseException | None:
         """Fills the depth with steps. Gives the interrupt that emptied it, if one came."""

@@ -13,6 +13,7 @@ from rackmount.engine.group import Group
 from rackmount.engine.intake import Intake
 from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.program import Live
 from rackmount.loading.locate import locate, open_model
 from rackmount.rack import Rack, draft_rack
@@ -193,6 +194,11 @@ class Engine:
     def stats(self) -> SchedulerStats:
         """Counters of the scheduler."""
         return self.core.stats
+
+    def expert_load(self) -> list[ExpertLoad]:
+        """How many tokens chose each expert since the engine started, by layer; empty for a model
+        without experts."""
+        return self.core.expert_load()
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached prefixes and returns how many blocks that were."""

@@ -4,6 +4,7 @@ import msgspec
 import numpy as np
 
 from rackmount.config import EngineConfig
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.manifest import ManifestEntry
@@ -40,6 +41,18 @@ class Carve(msgspec.Struct, array_like=True, tag=True):
 
 class Carved(msgspec.Struct, array_like=True, tag=True):
     kv_bytes: int
+    saturation: list[tuple[float, float]] = []
+    """Of an FP8 cache; see `rackmount.execution.saturation`."""
+    num_tried: int = 0
+    """Tokens that it was measured with."""
+
+
+class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
+    """Tell how many tokens each expert has had."""
+
+
+class ExpertLoads(msgspec.Struct, array_like=True, tag=True):
+    layers: list[ExpertLoad]
 
 
 class StepResult(msgspec.Struct, array_like=True, tag=True, kw_only=True):
@@ -56,4 +69,14 @@ class StepResult(msgspec.Struct, array_like=True, tag=True, kw_only=True):
     there."""
 
 
-Message = RankSetup | Load | Loaded | Carve | Carved | StepPlan | StepResult
+Message = (
+    RankSetup
+    | Load
+    | Loaded
+    | Carve
+    | Carved
+    | StepPlan
+    | StepResult
+    | ReadExpertLoad
+    | ExpertLoads
+)

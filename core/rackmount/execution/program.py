@@ -5,7 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rackmount.execution.messages import Carve, Carved, Load, Loaded, RankSetup
+from rackmount.execution.messages import (
+    Carve,
+    Carved,
+    ExpertLoads,
+    Load,
+    Loaded,
+    RankSetup,
+    ReadExpertLoad,
+)
 from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
 from rackmount.loading.locate import open_model
@@ -31,7 +39,8 @@ class Live:
 
 
 class RankProgram:
-    """A `rackmount_registry.executor.Program`. `Load`, `Carve`, then any number of `StepPlan`s.
+    """A `rackmount_registry.executor.Program`. `Load`, `Carve`, then any number of `StepPlan`s and
+    `ReadExpertLoad`s.
 
     Raises:
         PluginError: this process mounts other plugins than the driver.
@@ -53,12 +62,18 @@ class RankProgram:
             assert self._checkpoint is not None
             self._rack = draft_rack(setup.config, self._checkpoint.config, manager, seat)
 
-    def answer(self, request: Load | Carve | StepPlan) -> Loaded | Carved | PendingStep:
+    def answer(
+        self, request: Load | Carve | StepPlan | ReadExpertLoad
+    ) -> Loaded | Carved | PendingStep | ExpertLoads:
         if isinstance(request, Load):
             return self._load()
         assert self._worker is not None, "weights come first"
         if isinstance(request, Carve):
-            return Carved(kv_bytes=self._worker.carve(request.num_kv_blocks))
+            kv_bytes = self._worker.carve(request.num_kv_blocks)
+            num_tried, saturation = self._worker.saturation()
+            return Carved(kv_bytes=kv_bytes, saturation=saturation, num_tried=num_tried)
+        if isinstance(request, ReadExpertLoad):
+            return ExpertLoads(self._worker.expert_load())
         step: PendingStep = self._worker.execute(request)
         return step
 

@@ -9,12 +9,14 @@ from torch import Tensor
 from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.buffers import StepTensors
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.execution.messages import MAX_IN_FLIGHT
 from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
 from rackmount.execution.profile import Profile, profile
 from rackmount.execution.runner import Runner
+from rackmount.execution.saturation import Saturation, measure
 from rackmount.execution.step import PagedStep
 from rackmount.rack import Rack
 from rackmount.sampling.grammars import Grammars
@@ -22,6 +24,7 @@ from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 from rackmount.scheduling.plan import StepPlan
+from rackmount_registry.attention import FP8
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.mount import assemble, fill, fill_randomly
@@ -95,6 +98,13 @@ class Worker:
         return num_bytes
 
     @torch.inference_mode()
+    def saturation(self) -> tuple[int, Saturation]:
+        """Of an FP8 cache, before it is used; see `saturation.measure`."""
+        if self.rack.kv_dtype != FP8:
+            return 0, []
+        return measure(self._runner, self.batch.padding_row)
+
+    @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
         """Begins one step. Plans come in the order in which they were scheduled."""
         self._apply(plan)
@@ -105,6 +115,12 @@ class Worker:
             pending = self._run(plan, flat)
         self._unsettled.append(pending)
         return pending
+
+    def expert_load(self) -> list[ExpertLoad]:
+        """Of each layer with experts, in the order of the model. Waits for the device."""
+        layers = self.rack.draft.experts
+        counts = [layer.state.load.to("cpu", copy=True).numpy() for layer in layers]
+        return [ExpertLoad(each.path, load) for each, load in zip(layers, counts, strict=True)]
 
     def _decode(self, flat: FlatBatch, graphs: DecodeGraphs) -> PendingStep:
         """A captured step; its sampling is eager where a request needs more than a draw."""

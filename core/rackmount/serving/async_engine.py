@@ -14,6 +14,7 @@ from rackmount.engine.group import Group
 from rackmount.engine.intake import Intake
 from rackmount.engine.sequence import Sequence
 from rackmount.execution.codec import MessageCodec
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.messages import RankSetup
 from rackmount.loading.locate import locate, open_model
 from rackmount.sampling.params import SamplingParams
@@ -68,6 +69,7 @@ class AsyncEngine:
         self._waiting: dict[str, int] = {}
         """Of sequences without a token, the length of the prompt."""
         self._resets: deque[asyncio.Future[int]] = deque()
+        self._loads: deque[asyncio.Future[list[ExpertLoad]]] = deque()
         self._is_open = True
         self._ready: asyncio.Future[messages.Ready] = asyncio.get_running_loop().create_future()
         self._core = CoreProcess()
@@ -158,6 +160,14 @@ class AsyncEngine:
         self._resets.append(answer)
         self._send(messages.ResetPrefixCache())
         return await asyncio.shield(answer)  # whoever waits, the next answer is the next one's
+
+    async def expert_load(self) -> list[ExpertLoad]:
+        """As `Engine.expert_load`. The steps in flight are waited for."""
+        self._check_open()
+        answer: asyncio.Future[list[ExpertLoad]] = asyncio.get_running_loop().create_future()
+        self._loads.append(answer)
+        self._send(messages.ReadExpertLoad())
+        return await asyncio.shield(answer)
 
     async def close(self, drain_s: float = 0) -> None:
         """Takes no more requests, and waits up to `drain_s` for those that run; then aborts them,
@@ -284,6 +294,8 @@ class AsyncEngine:
                     self._ready.set_result(ready)
                 case messages.PrefixCacheReset(num_blocks) if self._resets:
                     self._resets.popleft().set_result(num_blocks)
+                case messages.ExpertLoads(layers) if self._loads:
+                    self._loads.popleft().set_result(layers)
                 case messages.Trouble(name, text, traceback, rank):
                     return rebuilt(name, text, traceback, rank)
             await asyncio.sleep(0)  # messages that are there already would leave others no turn
@@ -339,8 +351,9 @@ class AsyncEngine:
             outlet.fail(failure)
         self._sequences.clear()
         self._waiting.clear()
-        while self._resets:
-            self._resets.popleft().set_exception(EngineDead(failure))
+        for waiting in (self._resets, self._loads):
+            while waiting:
+                waiting.popleft().set_exception(EngineDead(failure))
 
     async def _until_ended(self, patience_s: float) -> None:
         """Waits for the process to end by itself."""

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,15 +98,24 @@ class CoreLoop:
                 case messages.ResetPrefixCache():
                     num_blocks = self._core.scheduler.reset_prefix_cache()
                     self._mail.send(messages.PrefixCacheReset(num_blocks))
+                case messages.ReadExpertLoad():
+                    with self._surviving():
+                        self._core.settle()
+                    self._mail.send(messages.ExpertLoads(self._core.expert_load()))
                 case messages.Close():
                     return False
         return True
 
     def _step(self) -> None:
-        """A step. Where the model raises, its requests end as "error", and others go on: but not on
-        a device that has failed, or without ranks."""
-        try:
+        with self._surviving():
             self._is_idle = not self._core.step()
+
+    @contextmanager
+    def _surviving(self) -> Iterator[None]:
+        """Where the model raises, its requests end as "error", and others go on: but not on a
+        device that has failed, or without ranks."""
+        try:
+            yield
         except (RankError, torch.AcceleratorError):
             raise
         except Exception:
@@ -145,6 +156,7 @@ def _describe(rack: Rack, core: EngineCore, manager: PluginManager) -> dict[str,
         "num_kv_blocks": core.num_kv_blocks,
         "kv_bytes": core.kv_bytes,
         "weight_bytes_read": core.weight_bytes_read,
+        "expert_layers": core.expert_layers,
         "parts": [as_plain(decision) for decision in decisions(rack, manager)],
         "report": startup_report(rack, core, manager),
     }

@@ -6,6 +6,7 @@ from typing import Any, Self
 import msgspec
 
 from rackmount.engine.core import Event
+from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.messages import RankSetup
 from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.request import Request
@@ -23,6 +24,10 @@ class Abort(msgspec.Struct, array_like=True, tag=True):
 
 class ResetPrefixCache(msgspec.Struct, array_like=True, tag=True):
     """Forget all cached prefixes, and answer."""
+
+
+class ReadExpertLoad(msgspec.Struct, array_like=True, tag=True):
+    """Answer with what `EngineCore.expert_load` gives."""
 
 
 class Close(msgspec.Struct, array_like=True, tag=True):
@@ -55,6 +60,10 @@ class PrefixCacheReset(msgspec.Struct, array_like=True, tag=True):
     num_blocks: int
 
 
+class ExpertLoads(msgspec.Struct, array_like=True, tag=True):
+    layers: list[ExpertLoad]
+
+
 class Trouble(msgspec.Struct, array_like=True, tag=True):
     """The exception that ends the process; nothing follows."""
 
@@ -74,8 +83,8 @@ class Trouble(msgspec.Struct, array_like=True, tag=True):
         )
 
 
-ToCore = RankSetup | Add | Abort | ResetPrefixCache | Close
+ToCore = RankSetup | Add | Abort | ResetPrefixCache | ReadExpertLoad | Close
 """The first is the `RankSetup`."""
 
-FromCore = Progress | Ready | Stepped | PrefixCacheReset | Trouble
+FromCore = Progress | Ready | Stepped | PrefixCacheReset | ExpertLoads | Trouble
 """Before the first of them comes an empty message: the process has found the socket."""

@@ -4,15 +4,18 @@ All times are differences of this process's monotonic clock, or durations that t
 The first token's time counts from the arrival of the request; what preemption costs is inside.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from rackmount import AsyncEngine, Sequence, TextChunk
+from rackmount import AsyncEngine, ExpertLoad, Sequence, TextChunk
+from rackmount_registry.errors import RackmountError
 
 SHORT = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5)
 LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
@@ -26,6 +29,8 @@ HISTOGRAMS = {
     "request_prefill_time_seconds": ("From the first schedule to the first token.", LONG),
     "request_decode_time_seconds": ("From the first token to the last.", LONG),
 }
+LOAD_PATIENCE_S = 2.0
+"""How long the experts' load may take to come, which it does between two steps."""
 RECENT = 512
 """Latencies of each kind that percentiles are taken of."""
 
@@ -33,9 +38,12 @@ RECENT = 512
 class Metrics:
     """Watches the chunks of all answers."""
 
-    def __init__(self, engine: AsyncEngine, model_name: str) -> None:
+    def __init__(self, engine: AsyncEngine, model_name: str, *, each_expert: bool = False) -> None:
+        """`each_expert`: a counter for every expert of every layer, and not for layers alone."""
         self.registry = CollectorRegistry()
         self.registry.register(_EngineCollector(engine, model_name))
+        self._engine, self._experts = engine, _ExpertCollector(model_name, each_expert)
+        self.registry.register(self._experts)
         self._times: dict[str, Histogram] = {}
         for name, (text, buckets) in HISTOGRAMS.items():
             family = Histogram(
@@ -76,6 +84,14 @@ class Metrics:
 
     def count_end(self, reason: str) -> None:
         self._ends.labels(self._model_name, reason).inc()
+
+    async def refresh(self) -> None:
+        """Asks the core for what it tells when asked alone. Where it does not answer in time, or no
+        more, what it told last stays."""
+        if self._engine.description["expert_layers"]:
+            with suppress(TimeoutError, RackmountError):
+                async with asyncio.timeout(LOAD_PATIENCE_S):
+                    self._experts.layers = await self._engine.expert_load()
 
     def text(self) -> bytes:
         """Prometheus's text format."""
@@ -166,3 +182,41 @@ class _EngineCollector(Collector):
             counter = CounterMetricFamily(f"rackmount:{name}", text, labels=["model_name"])
             counter.add_metric(self._labels, value)
             yield counter
+
+
+class _ExpertCollector(Collector):
+    """How busy the experts were, as the core last told."""
+
+    def __init__(self, model_name: str, each_expert: bool) -> None:
+        self._model_name, self._each_expert = model_name, each_expert
+        self.layers: list[ExpertLoad] = []
+
+    def collect(self) -> Iterator[Metric]:
+        if not self.layers:
+            return
+        for name, text, value_of in (
+            ("expert_imbalance", "Tokens of a layer's busiest expert over the mean.", _imbalance),
+            ("experts_used", "Experts of a layer that any token chose.", _num_used),
+        ):
+            gauge = GaugeMetricFamily(f"rackmount:{name}", text, labels=["model_name", "layer"])
+            for each in self.layers:
+                gauge.add_metric([self._model_name, each.layer], value_of(each))
+            yield gauge
+        if self._each_expert:
+            counter = CounterMetricFamily(
+                "rackmount:expert_tokens",
+                "Tokens that chose an expert.",
+                labels=["model_name", "layer", "expert"],
+            )
+            for each in self.layers:
+                for expert, count in enumerate(each.tokens.tolist()):
+                    counter.add_metric([self._model_name, each.layer, str(expert)], count)
+            yield counter
+
+
+def _imbalance(load: ExpertLoad) -> float:
+    return load.imbalance
+
+
+def _num_used(load: ExpertLoad) -> float:
+    return load.num_used

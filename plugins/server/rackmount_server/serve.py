@@ -31,6 +31,9 @@ class ServerOptions:
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest request; 413 beyond.")] = (
         16 * 2**20
     )
+    expert_metrics: Annotated[
+        bool, typer.Option("--expert-metrics", help="Count every expert's tokens at /metrics.")
+    ] = False
     drain_s: Annotated[
         float, typer.Option("--drain-seconds", min=0, help="For open answers, once told to stop.")
     ] = 30.0
@@ -57,7 +60,6 @@ def serve(
     chat_template: Annotated[
         Path | None, typer.Option(help="File with a template, instead of the model's own.")
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="auto: as the weights.")] = "auto",
     seed: Annotated[int, typer.Option(help="Of requests without a seed.")] = 0,
     *,
     server: ServerOptions,
@@ -71,8 +73,6 @@ def serve(
     from rackmount_server.process import serve as run
     from rackmount_server.settings import ServerSettings
 
-    if kv_cache_dtype != "auto":
-        raise ConfigError(f"kv_cache_dtype={kv_cache_dtype!r} is not supported; choose 'auto'")
     settings = ServerSettings(
         model_names=tuple(served_model_name or (model,)),
         api_keys=_keys(api_key_file),

@@ -48,7 +48,7 @@ class Service:
     def __init__(self, engine: AsyncEngine, settings: ServerSettings) -> None:
         self.engine, self.settings = engine, settings
         self.started_at = int(time.time())
-        self.metrics = Metrics(engine, settings.model_names[0])
+        self.metrics = Metrics(engine, settings.model_names[0], each_expert=settings.expert_metrics)
         self.admission = Admission(engine, settings)
         self.tokenizing = Tokenizing(engine, self.admission)
         if settings.chat_template is not None:

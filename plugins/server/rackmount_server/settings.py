@@ -31,6 +31,8 @@ class ServerSettings:
     max_logprobs: int = 20
     max_body_bytes: int = 16 * 2**20
     """Of one request, and of all text that waits to be tokenized."""
+    expert_metrics: bool = False
+    """At /metrics a counter for every expert of every layer: thousands for a large model."""
     drain_s: float = 30.0
     """Seconds that open answers may take once the server is told to stop."""
 

@@ -7,7 +7,7 @@ from rackmount_registry.axes import Axis
 from rackmount_registry.experts import Routing
 from rackmount_registry.nn.attention import Attention
 from rackmount_registry.nn.embedding import Embedding, OutputHead
-from rackmount_registry.nn.experts import Experts
+from rackmount_registry.nn.experts import Experts, SparseMLP
 from rackmount_registry.nn.linear import Linear, MergedLinear
 from rackmount_registry.nn.mlp import GatedMLP
 from rackmount_registry.nn.norm import Norm
@@ -29,4 +29,5 @@ __all__ = [
     "Param",
     "Rotary",
     "Routing",
+    "SparseMLP",
 ]

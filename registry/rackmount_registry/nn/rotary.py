@@ -28,11 +28,17 @@ class Rotary:
 
     @classmethod
     def from_config(
-        cls, config: ConfigReader, head_size: int, *, interleaved: bool = False
+        cls,
+        config: ConfigReader,
+        head_size: int,
+        *,
+        interleaved: bool = False,
+        default_theta: float = 1e4,
     ) -> "Rotary":
-        """From config.json in either spelling, `rope_scaling` or `rope_parameters`."""
+        """From config.json in either spelling, `rope_scaling` or `rope_parameters`; `default_theta`
+        belongs to the architecture."""
         return cls(
-            config=rope(config),
+            config=rope(config, default_theta),
             head_size=head_size,
             max_position=config.positive("max_position_embeddings"),
             interleaved=interleaved,

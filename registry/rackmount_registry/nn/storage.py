@@ -133,6 +133,8 @@ class StoredWeight:
         self.role = first[0].role
         self.parts = tuple(mesh.cut(part.out_extent).size for part in first)
         self.in_features = mesh.cut(first[0].in_extent).size
+        self.finished_bytes = 0
+        """Of what kernels are given; 0 before `finish`."""
         self.storages: dict[str, Storage] = {}
         for slot in stored.slots:
             shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
@@ -155,6 +157,7 @@ class StoredWeight:
                 f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
             )
             raise CheckpointError(f"{names} ({', '.join(files)}): {error}") from error
+        self.finished_bytes = sum(tensor.nbytes for tensor in weight.tensors.values())
         if self.stored is not DENSE:
             for storage in there.values():
                 storage.release()

@@ -1,0 +1,1 @@
+"""Expert kernel "triton": fused expert MLPs. Imports nothing: `TritonExperts` is in `experts`."""

@@ -1,0 +1,130 @@
+"""Tokens sorted by expert, in blocks that each belong to one: on the device, without waiting for
+it, in a number of blocks that follows from the shapes.
+
+A slot is one choice of a token: slot s is choice s % K of token s // K.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from rackmount_registry.device.launch import launch_options
+
+SEGMENTS = (256, 1024, 4096)
+"""Slots that a program looks through: as many as there are, or the most."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Slots by expert. What stands behind the first `count` blocks was never written."""
+
+    experts: Tensor
+    """int32 [blocks]: rising."""
+    slots: Tensor
+    """int32 [blocks, block_m]: rising within an expert; the number of slots stands for none."""
+    count: Tensor
+    """int32 [1]."""
+
+
+def align(expert_ids: Tensor, num_experts: int, block_m: int) -> Blocks:
+    """Blocks of the slots of expert_ids int32 [T, K]; those below 0 are in none."""
+    num_slots, device = expert_ids.numel(), expert_ids.device
+    most = num_slots // block_m + min(num_slots, num_experts)
+    blocks = Blocks(
+        experts=torch.empty((most,), dtype=torch.int32, device=device),
+        slots=torch.empty((most, block_m), dtype=torch.int32, device=device),
+        count=torch.empty((1,), dtype=torch.int32, device=device),
+    )
+    size = next((size for size in SEGMENTS if num_slots <= size), SEGMENTS[-1])
+    segments = triton.cdiv(num_slots, size)
+    block_e = max(32, triton.next_power_of_2(num_experts))
+    options = launch_options(device) | {"num_warps": min(8, size // 128)}
+    counts = None
+    if segments > 1:
+        counts = torch.empty((segments, block_e), dtype=torch.int32, device=device)
+        count_kernel[(segments,)](expert_ids, counts, num_slots, size, block_e, **options)
+    place_kernel[(num_experts, segments)](
+        expert_ids, counts, blocks.experts, blocks.slots, blocks.count, num_slots, num_experts,
+        segments, BLOCK_M=block_m, SIZE=size, BLOCK_E=block_e,
+        MAX_SEGMENTS=max(8, triton.next_power_of_2(segments)), **options,
+    )  # fmt: skip
+    return blocks
+
+
+@triton.jit(do_not_specialize=["num_slots"])
+def count_kernel(
+    ids, counts, num_slots, SIZE: tl.constexpr, BLOCK_E: tl.constexpr, PDL: tl.constexpr
+):
+    """ids int32 [num_slots] -> counts int32 [segments, BLOCK_E]: slots of each expert in a segment
+    of SIZE."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    expert = tl.load(ids + at, mask=at < num_slots, other=-1)
+    e = tl.arange(0, BLOCK_E)
+    tl.store(counts + tl.program_id(0) * BLOCK_E + e, _histogram(expert, BLOCK_E))
+
+
+@triton.jit(do_not_specialize=["num_slots", "segments"])
+def place_kernel(
+    ids,
+    counts,
+    block_experts,
+    block_slots,
+    num_blocks,
+    num_slots,
+    num_experts,
+    segments,
+    BLOCK_M: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    MAX_SEGMENTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program places the slots of one expert in one segment; all count for themselves where those
+    before theirs end. `counts` is None where there is one segment."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    own, segment = tl.program_id(0), tl.program_id(1)
+    at = segment * SIZE + tl.arange(0, SIZE)
+    expert = tl.load(ids + at, mask=at < num_slots, other=-1)
+    e = tl.arange(0, BLOCK_E)
+    before = 0
+    if counts is None:
+        total = _histogram(expert, BLOCK_E)
+    else:
+        s = tl.arange(0, MAX_SEGMENTS)
+        known = tl.load(
+            counts + s[:, None] * BLOCK_E + e[None, :], mask=(s < segments)[:, None], other=0
+        )
+        total = tl.sum(known, 0)
+        before = tl.sum(tl.where((s < segment)[:, None] & (e == own)[None, :], known, 0))
+    blocks = (total + BLOCK_M - 1) // BLOCK_M
+    start = tl.sum(tl.where(e < own, blocks, 0))
+    mine = tl.sum(tl.where(e == own, total, 0))
+    mine_blocks = (mine + BLOCK_M - 1) // BLOCK_M
+    place = tl.cumsum((expert == own).to(tl.int32), 0) - 1 + before
+    tl.store(block_slots + start * BLOCK_M + place, at, mask=expert == own)
+    if segment == 0:
+        m = mine + tl.arange(0, BLOCK_M)
+        empty = m < mine_blocks * BLOCK_M
+        none = tl.full((BLOCK_M,), 0, tl.int32) + num_slots
+        tl.store(block_slots + start * BLOCK_M + m, none, mask=empty)
+        for first in tl.range(0, mine_blocks, 32):
+            b = first + tl.arange(0, 32)
+            names = tl.full((32,), 0, tl.int32) + own
+            tl.store(block_experts + start + b, names, mask=b < mine_blocks)
+        if own == num_experts - 1:
+            tl.store(num_blocks, start + mine_blocks)
+
+
+@triton.jit
+def _histogram(expert, BLOCK_E: tl.constexpr):
+    """How often each expert stands in a vector; those below 0 are not counted."""
+    return tl.histogram(tl.maximum(expert, 0), BLOCK_E, mask=expert >= 0)

@@ -1,0 +1,1 @@
+"""Op set "triton-router": the router in Triton."""

@@ -1,0 +1,166 @@
+"""Products of few rows, y = x W^T, cut into programs that read the same number of bytes.
+
+The weight's rows are the M side of the MMA and the tokens its N side: eight tokens are enough to
+fill an instruction. Tiles of BLOCK_N weight rows are cut into blocks of BLOCK_K columns, numbered
+tile by tile, and program p sums the blocks [p * share, (p + 1) * share), wherever tiles begin
+(stream-K, arXiv 2301.03598). Sums of a tile that several programs share go through memory; the
+program that comes last adds them, always in the same order.
+
+These are the parts that do not depend on how the weight is stored. N: the weight's rows. SILU_MUL:
+a tile is half gate rows and half the up rows that belong to them. COMPILED: not interpreted, there
+is inline assembly.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_rows(tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
+    """Rows of the weight in a tile, [BLOCK_N]: consecutive ones, or gate rows and their up rows.
+    The last ones repeat where the tile stands out."""
+    n = tl.arange(0, BLOCK_N)
+    if SILU_MUL:
+        half = BLOCK_N // 2
+        return tl.minimum(tile * half + n % half, N // 2 - 1) + n // half * (N // 2)
+    return tl.minimum(tile * BLOCK_N + n, N - 1)
+
+
+@triton.jit
+def load_rows(
+    at,
+    tile,
+    N,
+    BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    PER: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """A value for each row of a tile, [BLOCK_N]; at `at` there is one for PER rows of the weight.
+
+    The compiler lets each thread load what it needs, and moves nothing through shared memory, where
+    a load has fewer elements than there are threads. HALVES: two loads of half a tile.
+    """
+    if HALVES:
+        n = tl.arange(0, BLOCK_N // 2)
+        if SILU_MUL:
+            first = tl.minimum(tile * (BLOCK_N // 2) + n, N // 2 - 1)
+            second = first + N // 2
+        else:
+            first = tl.minimum(tile * BLOCK_N + n, N - 1)
+            second = tl.minimum(tile * BLOCK_N + BLOCK_N // 2 + n, N - 1)
+        halves = tl.join(tl.load(at + first // PER), tl.load(at + second // PER))
+        values = halves.permute(1, 0).reshape(BLOCK_N)
+    else:
+        values = tl.load(at + tile_rows(tile, N, BLOCK_N, SILU_MUL) // PER)
+    return values
+
+
+@triton.jit
+def prefetch(at):
+    """Calls the lines at these addresses into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def barrier():
+    """All threads' stores come before what any of them does next. `tl.debug_barrier` would keep the
+    compiler from pipelining the loop around it."""
+    tl.inline_asm_elementwise("bar.sync 0; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def finish(
+    acc,
+    bias,
+    residual,
+    out,
+    partials,
+    arrivals,
+    M,
+    N,
+    residual_stride,
+    tile,
+    blocks,
+    share,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTS: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    COMPILED: tl.constexpr,
+):
+    """Writes a tile that is complete, or its part; who completes it adds the parts and writes.
+
+    PARTS: at most so many programs share a tile; `partials` float32 [programs, 2, BLOCK_M, BLOCK_N]
+    has the sums of a program's first tile and of its last one, where it shares them, and `arrivals`
+    int32 [tiles] counts who is done: zeros before and after.
+    """
+    if PARTS == 1:
+        write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+    else:
+        start = tile * blocks
+        begin, end = start // share, (start + blocks - 1) // share
+        complete = begin == end
+        if not complete:
+            m, n = tl.arange(0, BLOCK_M)[None, :], tl.arange(0, BLOCK_N)[:, None]
+            inner = m * BLOCK_N + n
+            program = tl.program_id(0)
+            slot = 2 * program + (program * share < start)
+            tl.store(partials + slot * BLOCK_M * BLOCK_N + inner, acc, mask=m < M)
+            if COMPILED:
+                barrier()
+            complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == end - begin
+            if complete:
+                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                for part in tl.static_range(PARTS):
+                    program = begin + part
+                    slot = 2 * program + (program * share < start)
+                    at = partials + slot * BLOCK_M * BLOCK_N + inner
+                    mask = (m < M) & (program <= end)
+                    acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                tl.store(arrivals + tile, 0)
+        if complete:
+            write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+
+
+@triton.jit
+def write(
+    acc,
+    bias,
+    residual,
+    out,
+    M,
+    N,
+    residual_stride,
+    tile,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+):
+    """The epilogue of a tile: bias, silu(gate) * up, residual; rounded once."""
+    m = tl.arange(0, BLOCK_M)[None, :]
+    if SILU_MUL:
+        columns = N // 2
+        n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+        gate, up = acc.reshape(2, BLOCK_N // 2, BLOCK_M).permute(1, 2, 0).split()
+        if bias is not None:
+            gate += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)
+            up += tl.load(bias + columns + n, mask=n < columns, other=0.0).to(tl.float32)
+        value = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        columns = N
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        value = acc
+        if bias is not None:
+            value += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)
+    mask = (m < M) & (n < columns)
+    if residual is not None:
+        value += tl.load(residual + m * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + m * columns + n, value.to(out.dtype.element_ty), mask=mask)

@@ -1,0 +1,223 @@
+"""Kernels for quantized weights, compiled: against float64, in every way to cut a weight."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.helpers.rounding import defined, hold_rounded
+from tests.helpers.weights import fp8_blocks, fp8_rows, int8_rows, int_groups, poison
+from torch import Tensor
+
+from rackmount_quant.kernels.fp8 import Fp8Linear
+from rackmount_quant.kernels.grouped import GroupedLinear
+from rackmount_quant.kernels.int8 import Int8Linear
+from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
+from rackmount_quant.kernels.many_rows import dequantize
+from rackmount_quant.kernels.rounding import LARGEST, Rounding
+from rackmount_quant.kernels.tuning import Tiling, block_k_of
+from rackmount_registry.formats import Weight
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.bfloat16, torch.float16)
+EPILOGUES = ("none", "silu_mul", "add")
+KERNELS = {"int4_groups": GroupedLinear, "int8_groups": GroupedLinear, "int8_rows": Int8Linear}
+WEIGHTS: dict[str, Callable[[], Weight]] = {
+    "int4 128": lambda: int_groups(4, 1000, 1024, 128, device="cuda"),
+    "int4 128 zeros": lambda: int_groups(4, 1000, 1024, 128, zeros=True, device="cuda"),
+    "int4 64, cut off": lambda: int_groups(4, 520, 1000, 64, zeros=True, device="cuda"),
+    "int4 32": lambda: int_groups(4, 520, 992, 32, device="cuda"),
+    "int4 rows": lambda: int_groups(4, 1000, 1000, 1000, device="cuda"),
+    "int4 rows zeros": lambda: int_groups(4, 1000, 1000, 1000, zeros=True, device="cuda"),
+    "int4 act-order": lambda: int_groups(4, 512, 1024, 128, zeros=True, padding=9, device="cuda"),
+    "int8 groups": lambda: int_groups(8, 512, 1024, 128, zeros=True, device="cuda"),
+    "int8 rows": lambda: int8_rows(1000, 1000, device="cuda"),
+    "fp8 rows": lambda: fp8_rows(1024, 1024, device="cuda"),
+    "fp8 rows, odd": lambda: fp8_rows(514, 1001, device="cuda"),
+    "fp8 blocks": lambda: fp8_blocks((512, 512), 1024, device="cuda"),
+    "fp8 blocks, cut off": lambda: fp8_blocks((100, 900), 1000, device="cuda"),
+}
+FLAT = Tiling(64, 128, 6, stages=4, warps=4, prefetch=2, registers=None)
+TILINGS = {
+    "programs with blocks of several tiles": FLAT,
+    "whole tiles": replace(FLAT, share=8),
+    "split tiles": replace(FLAT, share=2, prefetch=1),
+    "one program for all": replace(FLAT, share=1000),
+    "wide tiles": replace(FLAT, block_n=128, share=3, registers=128),
+    "eight warps": replace(FLAT, block_n=128, share=5, warps=8, prefetch=0),
+    "two warpgroups deep": replace(FLAT, block_n=256, share=4, warps=8, registers=128),
+}
+
+
+@pytest.fixture(autouse=True)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    poison(monkeypatch)
+
+
+def prepare(weight: Weight, tiling: Tiling | None = FLAT) -> tuple[QuantizedLinear, Prepared]:
+    """With a tiling for all products, its blocks as wide as the weight allows; None: many rows."""
+    kernel = KERNELS.get(weight.format, Fp8Linear)(
+        lambda packed, *_: tiling and replace(tiling, block_k=block_k_of(packed))
+    )
+    return kernel, kernel.prepare(weight)
+
+
+def product(
+    epilogue: str, x: Tensor, made: tuple[QuantizedLinear, Prepared], bias: Tensor | None
+) -> Tensor:
+    kernel, prepared = made
+    if epilogue == "none":
+        return kernel.run(x, prepared, bias)
+    if epilogue == "silu_mul":
+        return kernel.run_silu_mul(x, prepared, bias)
+    n = prepared.packed.n
+    return kernel.run_add(x, prepared, bias, torch.ones_like(x[:, :1]).expand(-1, n).contiguous())
+
+
+def error(
+    epilogue: str,
+    rows: int,
+    weight: Weight,
+    made: tuple[QuantizedLinear, Prepared],
+    dtype: torch.dtype,
+) -> float:
+    """Relative to the product in float64."""
+    x = torch.randn(rows, weight.in_features + 64, device="cuda")[:, 64:].to(dtype)
+    bias = torch.randn(weight.out_features, device="cuda").to(dtype) if rows % 2 else None
+    out = product(epilogue, x, made, bias).double()
+    wide = x.double() @ weight.dequantize().double().T
+    wide = wide if bias is None else wide + bias.double()
+    if epilogue == "silu_mul":
+        gate, up = wide.chunk(2, -1)
+        wide = F.silu(gate) * up
+    elif epilogue == "add":
+        wide = wide + 1
+    assert not made[1].arrivals.any()
+    return float((out - wide).norm() / wide.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_every_format_gives_the_product(name: str, epilogue: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[name]()
+    few, many = prepare(weight), prepare(weight, None)
+    bound = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    for rows in (1, 3, 8, 16, 17, 64, 100):
+        assert error(epilogue, rows, weight, few, dtype) < bound
+    for rows in (1, 100, 1000):
+        assert error(epilogue, rows, weight, many, dtype) < 2 * bound
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("name", ["int4 128", "int4 rows", "fp8 rows", "fp8 blocks, cut off"])
+@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
+def test_every_tiling_gives_the_product(tiling: Tiling, name: str, epilogue: str) -> None:
+    weight = WEIGHTS[name]()
+    made = prepare(weight, tiling)
+    for rows in (2, 33):
+        assert error(epilogue, rows, weight, made, torch.bfloat16) < 4e-3
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_dequantized_weight_is_rounded_once(name: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[name]()
+    packed = prepare(weight)[1].packed
+    order = torch.arange(packed.k, device="cuda") if packed.order is None else packed.order.long()
+    stored = dequantize(packed, dtype)[:, order >= 0]
+    assert torch.equal(stored, weight.dequantize().to(dtype)[:, order[order >= 0]])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: int_groups(4, 4096, 14336, 128, device="cuda"),
+        lambda: int_groups(4, 28672, 4096, 128, device="cuda"),
+        lambda: fp8_rows(6144, 4096, device="cuda"),
+        lambda: fp8_blocks((4096,), 4096, device="cuda"),
+    ],
+    ids=["int4 down", "int4 gate_up", "fp8 qkv", "fp8 blocks o"],
+)
+def test_the_chosen_tilings_give_the_product(make: Callable[[], Weight]) -> None:
+    weight = make()
+    kernel = KERNELS.get(weight.format, Fp8Linear)()
+    made = kernel, kernel.prepare(weight)
+    for epilogue in EPILOGUES:
+        for rows in (1, 2, 5, 8, 16, 17, 64, 100, 256, 257):
+            assert error(epilogue, rows, weight, made, torch.bfloat16) < 8e-3
+        nothing = torch.zeros(0, weight.in_features, device="cuda", dtype=torch.bfloat16)
+        assert len(product(epilogue, nothing, made, None)) == 0
+
+
+def test_a_chain_in_a_graph_gives_the_same_bits_each_time() -> None:
+    """Each product reads the one before, which may still be running as its kernel starts."""
+    weights = [int_groups(4, 1024, 1024, 128, device="cuda") for _ in range(4)]
+    weights += [fp8_rows(1024, 1024, device="cuda") for _ in range(4)]
+    chain = [prepare(weight) for weight in weights]
+    x = torch.randn(16, 1024, device="cuda").bfloat16()
+
+    def run() -> list[Tensor]:
+        outs = [x]
+        for kernel, prepared in chain:
+            outs.append(kernel.run(F.rms_norm(outs[-1], (1024,)), prepared, None))
+        return outs
+
+    wanted = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, outs, wanted))
+    assert not any(prepared.arrivals.any() for _, prepared in chain)
+
+
+@pytest.mark.parametrize("per", ["token", "tensor", "group"])
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_inputs_are_rounded_to_nearest(dtype: torch.dtype, per) -> None:
+    given = torch.tensor([0.02], device="cuda") if per == "tensor" else None
+    how = Rounding(dtype=dtype, per=per, given=given)
+    for size in (4096, 14336, 1000):
+        x, residual = torch.randn(2, 33, size, device="cuda").bfloat16()
+        weight = torch.rand(size, device="cuda").bfloat16()
+        hold_rounded(how.round(x), x, how)
+        rounded, total = how.round_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, x + residual)
+        norm = F.rms_norm(total.float(), (size,), eps=1e-5).bfloat16() * weight
+        hold_rounded(rounded, norm, how)
+        product = (F.silu(x.float()) * residual.float()).bfloat16()
+        hold_rounded(how.round_silu_mul(x, residual), product, how)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: fp8_rows(1024, 2048, "token", device="cuda"),
+        lambda: fp8_rows(1024, 2048, "tensor", device="cuda"),
+        lambda: fp8_blocks((512, 512), 2048, "group", device="cuda"),
+        lambda: int8_rows(1024, 2048, "token", device="cuda"),
+    ],
+    ids=["fp8 token", "fp8 static", "fp8 blocks", "int8 token"],
+)
+def test_many_rows_are_rounded_as_the_scheme_says(make: Callable[[], Weight]) -> None:
+    """Against the same product of the input rounded by its definition."""
+    weight = make()
+    kernel, prepared = prepare(weight, None)
+    if prepared.many is None:
+        pytest.skip("this GPU has no such product")
+    how: Rounding = prepared.many.rounding
+
+    for rows in (1, 17, 300, 1000):
+        x = torch.randn(rows, 2048, device="cuda").bfloat16()
+        values, scales = defined(x, how)
+        spread = scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+        wide = (values * spread).double() @ weight.dequantize().double().T
+        for out in (
+            kernel.run(x, prepared, None),
+            kernel.run(how.round(x), prepared, None),
+        ):
+            assert float((out.double() - wide).norm() / wide.norm()) < 8e-3

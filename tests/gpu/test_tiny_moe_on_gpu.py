@@ -1,0 +1,52 @@
+"""A trained mixture of experts on a GPU: the skew of its routing is as that of real models, so that
+some experts get many tokens and others none."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from benchmarks.moe_perplexity import CHECKPOINT, held_out, losses, perplexity, write_rounded
+from tests.helpers.mounting import plugins
+
+from rackmount import Engine
+from rackmount_registry.capabilities import Demand
+from rackmount_registry.descriptors import ExpertKernel
+
+pytestmark = pytest.mark.gpu
+
+FORMATS: Mapping[str, str] = {
+    "plain": "dense",
+    "fp8": "fp8_rows",
+    "fp8-block": "fp8_blocks",
+    "int8": "int8_rows",
+    "int4": "int4_groups",
+}
+"""How the weights are stored -> the format that the kernels get."""
+REFERENCE = dict.fromkeys(("backend", "op_set", "linear_kernel", "expert_kernel"), "torch")
+CASES = [
+    (offer.name, stored)
+    for offer in plugins().offers(ExpertKernel)
+    for stored, weight_format in FORMATS.items()
+    if not offer.missing()
+    and any(
+        not cell.refusals(Demand(device="cuda", dtype="bfloat16", weight_format=weight_format))
+        for cell in offer.descriptor.cells
+    )
+]
+
+
+def measure(folder: Path, **parts: str) -> float:
+    with Engine(
+        folder, manager=plugins(), device="cuda", gpu_memory_utilization=0.3, **parts
+    ) as engine:
+        return perplexity(losses(engine, held_out(8192)))
+
+
+@pytest.mark.parametrize(("kernel", "stored"), CASES)
+def test_perplexity_is_that_of_the_reference(kernel: str, stored: str, tmp_path: Path) -> None:
+    folder = CHECKPOINT
+    if stored != "plain":
+        folder = tmp_path / stored
+        write_rounded(folder, stored, plugins())
+    ours, expected = measure(folder, expert_kernel=kernel), measure(folder, **REFERENCE)
+    assert ours == pytest.approx(expected, rel=3e-3), "inputs may be rounded too"

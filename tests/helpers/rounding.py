@@ -1,0 +1,43 @@
+"""What inputs rounded to eight bits are, by plain torch."""
+
+import torch
+from torch import Tensor
+
+from rackmount_quant.kernels.rounding import LARGEST, RoundedRows, Rounding
+from rackmount_registry.device.unpack import deinterleave
+
+
+def defined(x: Tensor, how: Rounding) -> tuple[Tensor, Tensor]:
+    """Values float32 [T, in] and scales [T, 1 or groups]."""
+    values, scales, _ = _defined(x, how)
+    return values, scales
+
+
+def _defined(x: Tensor, how: Rounding) -> tuple[Tensor, Tensor, Tensor]:
+    groups = x.float().split(128 if how.per == "group" else x.shape[1], 1)
+    largest = torch.cat([each.abs().amax(1, keepdim=True) for each in groups], 1)
+    scales = torch.where(largest > 0, largest / LARGEST[how.dtype], 1.0)
+    if how.given is not None:
+        scales = how.given.expand(len(x), 1)
+    spread = scales.repeat_interleave(128, 1)[:, : x.shape[1]] if how.per == "group" else scales
+    exact = (x.float() / spread).clamp(-LARGEST[how.dtype], LARGEST[how.dtype])
+    values = exact.round() if how.dtype == torch.int8 else exact.to(how.dtype).float()
+    return values, scales, exact
+
+
+def hold_rounded(rounded: RoundedRows, x: Tensor, how: Rounding, *, nearest: bool = True) -> None:
+    """That `rounded` is x: to nearest, but for what float32 differs in, and else to a step in most
+    places, as the interpreter makes e4m3."""
+    values, scales, exact = _defined(x, how)
+    assert rounded.values.dtype == how.dtype and rounded.dtype == x.dtype
+    assert rounded.scales.shape == scales.shape and rounded.scales.stride(0) == 1
+    torch.testing.assert_close(rounded.scales, scales, rtol=4e-3, atol=0)
+    got = deinterleave(rounded.values.float(), 8)
+    assert not got[:, x.shape[1] :].any()
+    got = got[:, : x.shape[1]]
+    step = 1.01 if how.dtype == torch.int8 else exact.abs() / 8 + 2**-9
+    near = ((got - exact).abs() <= step).float().mean()
+    if nearest:
+        assert near == 1 and (got == values).float().mean() > 0.95
+    else:
+        assert near > 0.8
