@@ -18,7 +18,7 @@ import torch
 
 from rackmount import Engine, SamplingParams
 from rackmount_tools.machine import describe_machine
-from rackmount_tools.shapes import resolve
+from rackmount_tools.shapes import resolved
 
 PROMPT_TOKENS = 64
 WAYS = ("in-process", "multiprocess")
@@ -80,8 +80,8 @@ def main() -> None:
         "enable_prefix_caching": False,
     }
     given = dict(each.split("=", 1) for each in args.engine)
-    model, arguments = resolve(args.model, limits | given)
-    engines = {way: Engine(model, executor=way, **arguments) for way in WAYS}
+    with resolved(args.model, limits | given) as (model, arguments):
+        engines = {way: Engine(model, executor=way, **arguments) for way in WAYS}
     results = {
         f"batch {batch}": compare(engines, batch, args.tokens, args.pairs) for batch in args.batches
     }

@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rackmount import Engine, SamplingParams
 from rackmount_tools.machine import describe_machine
-from rackmount_tools.shapes import resolve
+from rackmount_tools.shapes import resolved
 
 STEPS = 16
 
@@ -40,8 +40,7 @@ def main() -> None:
     given: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_model_len": 4096}
     given |= {key: _value(text) for key, text in (each.split("=", 1) for each in args.engine)}
     figures = {}
-    model, given = resolve(args.model, given)
-    with Engine(model, **given) as engine:
+    with resolved(args.model, given) as (model, given), Engine(model, **given) as engine:
         for batch in args.batch:
             figures[f"decode {batch}"] = decode(engine, batch, args.input_len, args.trace)
         for batch in args.prefill:

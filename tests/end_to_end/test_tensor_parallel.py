@@ -117,6 +117,20 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     check_equals_one("llama on 2", tmp_path)
 
 
+def test_two_processes_with_an_fp8_cache_equal_one(tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, "llama")
+    fp8 = {"kv_cache_dtype": "fp8", "kv_scale": 0.01, "dtype": "float64"}
+    outputs = []
+    for arguments in ({}, {"tp": 2}):
+        with tiny_engine(folder, **fp8, **arguments) as engine:
+            outputs.append(tokens_of(engine, rows(17, 5), greedy(10)))
+            saturation = engine.core.saturation
+            outputs.append([[value for pair in saturation for value in pair]])
+    assert outputs[0] == outputs[2]
+    for one, worst in zip(*outputs[1], *outputs[3], strict=True):
+        assert one <= worst + 1e-12 and worst <= 2 * one + 1e-12  # of heads on two ranks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_any_number_of_processes_equals_one(case: str, tmp_path: Path) -> None:

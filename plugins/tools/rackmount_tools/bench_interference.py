@@ -19,8 +19,6 @@ import typer
 from rackmount import Engine, EngineOptions, unfold
 from rackmount_registry.errors import RackmountError
 from rackmount_tools.bench_latency import ramp_len
-from rackmount_tools.ceilings import measure_ceilings
-from rackmount_tools.costs import costs_of
 from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts, random_prompts
 from rackmount_tools.record import (
@@ -30,7 +28,7 @@ from rackmount_tools.record import (
     print_table,
     write_record,
 )
-from rackmount_tools.runs import greedy, open_engine, require_room, timed
+from rackmount_tools.runs import greedy, measured_floors, open_engine, require_room, timed
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
@@ -152,8 +150,7 @@ def bench(
         decoding = random_prompts(num_requests, input_len, vocab_size)
         long = random_prompts(num_long, long_len, vocab_size, seed=1)
         require_room(mounted, [input_len + max_tokens] * num_requests + [long_len + 1] * 2)
-        ceilings = measure_ceilings(mounted.rack.device, mounted.rack.dtype)
-        floors = Floors(costs_of(mounted.rack.draft), ceilings)
+        floors = measured_floors(mounted)
         warm_up(mounted, decoding, max_tokens, long)
         windows = {
             "alone": measure(mounted, decoding, max_tokens, []),
@@ -162,7 +159,7 @@ def bench(
         rows = [figures_of(name, each, floors, num_requests) for name, each in windows.items()]
         record = {
             "engine": describe_engine(mounted),
-            "ceilings": describe_ceilings(ceilings),
+            "ceilings": describe_ceilings(floors.ceilings),
             "num_requests": num_requests,
             "input_len": input_len,
             "long_len": long_len,
@@ -170,5 +167,5 @@ def bench(
             "loads": rows,
         }
     print_table(f"{model}: {num_requests} requests decode", COLUMNS, rows)
-    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
     write_record(json_file, record)

@@ -3,7 +3,8 @@
 Prompts of random ids, greedy, through any end of sequence, no prefix cache. Prefill is the time of
 a batch to its first tokens. A decode step is (time for 1 + output_len tokens - time for 1) /
 output_len. The steady step is the median of steps in which all requests decode, as the device's own
-clock sees them where they run in this process, else the host's.
+clock sees them where they run in this process, else the host's. The experts that decode steps
+touch are counted in a run of their own, and their floor counts these.
 """
 
 import statistics
@@ -17,9 +18,8 @@ import typer
 
 from rackmount import Engine, EngineOptions, unfold
 from rackmount_registry.errors import ConfigError
-from rackmount_tools.ceilings import measure_ceilings
 from rackmount_tools.clocks import DeviceClock, HostClock, clock_of_steps
-from rackmount_tools.costs import costs_of
+from rackmount_tools.experts_touched import distinct_experts
 from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts, random_prompts
 from rackmount_tools.record import (
@@ -29,7 +29,7 @@ from rackmount_tools.record import (
     print_table,
     write_record,
 )
-from rackmount_tools.runs import greedy, open_engine, require_room, timed
+from rackmount_tools.runs import greedy, measured_floors, open_engine, require_room, timed
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
@@ -40,6 +40,7 @@ COLUMNS = {
     "floor_ms": "floor ms",
     "share": "reached",
     "tokens_per_s": "tok/s",
+    "distinct_experts": "experts a layer",
 }
 
 
@@ -128,18 +129,25 @@ def rows_of(
     times = measure(engine, prompts, output_len, repeats)
     clock = clock_of_steps(engine)
     steady = measure_steady(engine, prompts, ramp + output_len, clock)
+    distinct = distinct_experts(engine, prompts, ramp + output_len)
     prefill_floor = floors.prefill([input_len] * batch)
     step_floor = float(
-        np.mean([floors.decode([input_len + i] * batch) for i in range(1, output_len + 1)])
+        np.mean(
+            [floors.decode([input_len + i] * batch, distinct) for i in range(1, output_len + 1)]
+        )
     )
     phases = [
         ("prefill", HostClock.name, times.prefill, prefill_floor, batch * input_len),
         ("step", HostClock.name, times.step, step_floor, batch),
     ]
     if steady is not None:
-        floor = floors.decode([steady.context] * batch)
+        floor = floors.decode([steady.context] * batch, distinct)
         phases.append(("steady", clock.name, steady.step, floor, batch))
-    return [_against(batch, *phase) for phase in phases]
+    rows = [_against(batch, *phase) for phase in phases]
+    if distinct:
+        for row in rows[1:]:
+            row |= {"distinct_experts": float(np.mean(distinct)), "distinct_by_layer": distinct}
+    return rows
 
 
 def ramp_len(batch: int, input_len: int, max_num_batched_tokens: int) -> int:
@@ -197,9 +205,7 @@ def bench(
     ramp = max(ramp_len(size, input_len, engine.max_num_batched_tokens) for size in sizes)
     longest = input_len + ramp + output_len + 1
     with open_engine(model, arguments, ctx.obj, max_model_len=longest) as mounted:
-        rack = mounted.rack
-        ceilings = measure_ceilings(rack.device, rack.dtype)
-        floors = Floors(costs_of(rack.draft), ceilings)
+        floors = measured_floors(mounted)
         rows = [
             row
             for size in sizes
@@ -207,12 +213,12 @@ def bench(
         ]
         figures = {
             "engine": describe_engine(mounted),
-            "ceilings": describe_ceilings(ceilings),
+            "ceilings": describe_ceilings(floors.ceilings),
             "input_len": input_len,
             "output_len": output_len,
             "preemptions": mounted.stats.total_preemptions,
             "phases": rows,
         }
     print_table(f"{model}: {input_len} tokens in, {output_len} out", COLUMNS, rows)
-    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
     write_record(json_file, figures)

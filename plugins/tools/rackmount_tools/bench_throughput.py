@@ -10,9 +10,6 @@ import typer
 
 from rackmount import Engine, EngineOptions, SamplingParams, unfold
 from rackmount_registry.errors import ConfigError
-from rackmount_tools.ceilings import measure_ceilings
-from rackmount_tools.costs import costs_of
-from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Workload, nano, uniform
 from rackmount_tools.record import (
     JsonFile,
@@ -21,7 +18,7 @@ from rackmount_tools.record import (
     print_table,
     write_record,
 )
-from rackmount_tools.runs import greedy, open_engine, timed
+from rackmount_tools.runs import greedy, measured_floors, open_engine, timed
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
@@ -88,19 +85,18 @@ def bench(
             if workload == "nano"
             else uniform(num_prompts, input_len, output_len, rack.draft.vocab_size)
         )
-        ceilings = measure_ceilings(rack.device, rack.dtype)
-        floors = Floors(costs_of(rack.draft), ceilings)
+        floors = measured_floors(mounted)
         seconds = measure(mounted, load, temperature)
         floor = floors.workload(load, mounted.config.max_num_seqs)
         figures = figures_of(load, seconds, floor)
         record = {
             "engine": describe_engine(mounted),
-            "ceilings": describe_ceilings(ceilings),
+            "ceilings": describe_ceilings(floors.ceilings),
             "workload": workload,
             "temperature": temperature,
             "preemptions": mounted.stats.total_preemptions,
             **figures,
         }
     print_table(f"{model}: {workload}, temperature {temperature}", COLUMNS, [figures])
-    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
     write_record(json_file, record)

@@ -3,12 +3,13 @@ one rank.
 
 A decode step reads every weight but the embedding table once (a head that is tied to it is read),
 of each layer of experts those that are routed to, and the keys and values of every context. Each
-token is multiplied with every weight that it meets, each sampled one with the head.
+token is multiplied with every weight that it meets, each sampled one with the head. Weights that
+are loaded count as kernels are given them, others as the checkpoint stores them.
 """
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from rackmount_registry.mount import Draft
 from rackmount_registry.nn import Embedding, Experts
 from rackmount_registry.nn.socket import Socket
 from rackmount_registry.nn.storage import StoredWeight
+
+Params = Mapping[str, int]
+"""Weight format -> parameters that are stored so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +31,15 @@ class ExpertLayer:
     top_k: int
     bytes: int
     params: int
+    format: str
 
-    def bytes_read(self, num_tokens: int) -> float:
-        """By so many tokens, each routed to `top_k` experts at random."""
-        return self.bytes * (1 - (1 - self.top_k / self.count) ** num_tokens)
+    def distinct(self, num_tokens: int) -> float:
+        """Experts, on average, that so many tokens choose which are routed at random."""
+        return self.count * (1 - (1 - self.top_k / self.count) ** num_tokens)
+
+    def bytes_read(self, distinct: float) -> float:
+        """By a step that touches so many of all experts."""
+        return self.bytes * distinct / self.count
 
     @property
     def params_per_token(self) -> float:
@@ -53,21 +62,34 @@ class AttentionLayer:
 class ModelCosts:
     dense_bytes: int
     """Read in every step, whatever its tokens."""
-    dense_params: int
+    dense_params: Params
     """Multiplied with every token."""
-    head_params: int
+    head_params: Params
     """Multiplied with every sampled token."""
     experts: tuple[ExpertLayer, ...]
     attention: tuple[AttentionLayer, ...]
 
-    def weight_bytes(self, num_tokens: int) -> float:
-        """Bytes of weights that a step of so many tokens reads."""
-        return self.dense_bytes + sum(each.bytes_read(num_tokens) for each in self.experts)
+    def weight_bytes(self, num_tokens: int, distinct: Sequence[float] = ()) -> float:
+        """Bytes of weights that a step of so many tokens reads.
 
-    def flops(self, num_tokens: int, num_sampled: int) -> float:
-        """Floating point operations of a step's matrix products, attention left out."""
-        per_token = self.dense_params + sum(each.params_per_token for each in self.experts)
-        return 2 * (num_tokens * per_token + num_sampled * self.head_params)
+        `distinct` has for each layer of experts how many of them the step touches; if it is empty,
+        routing counts as random.
+        """
+        touched = distinct or [each.distinct(num_tokens) for each in self.experts]
+        pairs = zip(self.experts, touched, strict=True)
+        return self.dense_bytes + sum(each.bytes_read(number) for each, number in pairs)
+
+    def flops(self, num_tokens: int, num_sampled: int) -> dict[str, float]:
+        """Floating point operations of a step's matrix products by weight format, attention left
+        out."""
+        flops: dict[str, float] = defaultdict(float)
+        for form, count in self.dense_params.items():
+            flops[form] += 2 * count * num_tokens
+        for each in self.experts:
+            flops[each.format] += 2 * each.params_per_token * num_tokens
+        for form, count in self.head_params.items():
+            flops[form] += 2 * count * num_sampled
+        return flops
 
     def kv_bytes(self, contexts: Sequence[int] | np.ndarray) -> float:
         """Bytes of keys and values that one token at the end of each context reads."""
@@ -90,16 +112,16 @@ def costs_of(draft: Draft) -> ModelCosts:
     ]
     return ModelCosts(
         dense_bytes=sum(_dense_bytes(s, draft) for s in draft.sockets),
-        dense_params=sum(_params(w) for _, w in weights if w.role != "head"),
-        head_params=sum(_params(w) for _, w in weights if w.role == "head"),
+        dense_params=_params(w for _, w in weights if w.role != "head"),
+        head_params=_params(w for _, w in weights if w.role == "head"),
         experts=tuple(_experts(s, draft) for s in draft.sockets if isinstance(s, Experts)),
         attention=tuple(
             AttentionLayer(
-                kv_bytes_per_token=layer.cache_spec(draft.dtype).bytes_per_token,
+                kv_bytes_per_token=spec.bytes_per_token,
                 query_size=layer.params.num_heads * layer.params.head_size,
                 window=layer.params.sliding_window,
             )
-            for layer in draft.attention
+            for layer, spec in zip(draft.attention, draft.cache_specs(), strict=True)
         ),
     )
 
@@ -109,23 +131,39 @@ def _dense_bytes(socket: Socket, draft: Draft) -> int:
     if isinstance(socket, Embedding):
         return 0
     weights = list(socket.weights())
-    routed = {id(s) for w in weights if w.role == "expert" for s in w.storages.values()}
-    read = chain(socket.storages(), *(w.storages.values() for w in weights))
-    storages = {id(s): s for s in read if id(s) not in routed}
-    return sum(storage.num_bytes(draft.dtype) for storage in storages.values())
+    inside = {id(s) for w in weights for s in w.storages.values()}
+    others = [storage for storage in socket.storages() if id(storage) not in inside]
+    dense = [weight for weight in weights if weight.role != "expert"]
+    return sum(_bytes(weight, draft) for weight in dense) + sum(
+        storage.num_bytes(draft.dtype) for storage in others
+    )
 
 
 def _experts(socket: Experts, draft: Draft) -> ExpertLayer:
     weights = [weight for weight in socket.weights() if weight.role == "expert"]
-    storages = [storage for weight in weights for storage in weight.storages.values()]
+    (form,) = {weight.stored.yields for weight in weights}
     return ExpertLayer(
         count=socket.experts.count,
         top_k=socket.routing.top_k,
-        bytes=sum(storage.num_bytes(draft.dtype) for storage in storages),
-        params=socket.local.size * sum(map(_params, weights)),
+        bytes=sum(_bytes(weight, draft) for weight in weights),
+        params=socket.local.size * sum(map(_size, weights)),
+        format=form,
     )
 
 
-def _params(weight: StoredWeight) -> int:
-    """Of one logical weight, or of one expert's."""
+def _bytes(weight: StoredWeight, draft: Draft) -> int:
+    return weight.finished_bytes or sum(
+        storage.num_bytes(draft.dtype) for storage in weight.storages.values()
+    )
+
+
+def _params(weights: Iterable[StoredWeight]) -> Params:
+    params: Counter[str] = Counter()
+    for weight in weights:
+        params[weight.stored.yields] += _size(weight)
+    return params
+
+
+def _size(weight: StoredWeight) -> int:
+    """Parameters of one logical weight, or of one expert's."""
     return sum(weight.parts) * weight.in_features

@@ -1,7 +1,8 @@
 """The least time in which the measured device could do what a model cannot do without.
 
 A step takes as long as its weights take to be read, or its products to be computed where that is
-more, and then its keys and values to be read.
+more, and then its keys and values to be read. Products with weights of eight bits count at the rate
+of that arithmetic, which rounds the tokens too.
 """
 
 from collections.abc import Sequence
@@ -21,19 +22,21 @@ class Floors:
     costs: ModelCosts
     ceilings: Ceilings
 
-    def decode(self, contexts: Sequence[int] | np.ndarray) -> float:
-        """A step of one token for each context; its tokens are counted with the new one."""
+    def decode(self, contexts: Sequence[int] | np.ndarray, distinct: Sequence[float] = ()) -> float:
+        """A step of one token for each context; its tokens are counted with the new one. `distinct`
+        as for `ModelCosts.weight_bytes`."""
         num_tokens = len(contexts)
-        read = self.costs.weight_bytes(num_tokens) / self.ceilings.bandwidth
-        products = self.costs.flops(num_tokens, num_tokens) / self.ceilings.matmul
+        read = self.costs.weight_bytes(num_tokens, distinct) / self.ceilings.bandwidth
+        products = self._products(num_tokens, num_tokens)
         return max(read, products) + self.costs.kv_bytes(contexts) / self.ceilings.bandwidth
 
     def prefill(self, lengths: Sequence[int]) -> float:
         """Whole prompts of these lengths, to their first tokens."""
         costs, rates = self.costs, self.ceilings
         attention = {length: costs.attention_flops(length) for length in set(lengths)}
-        flops = costs.flops(sum(lengths), len(lengths)) + sum(attention[n] for n in lengths)
-        return max(costs.weight_bytes(sum(lengths)) / rates.bandwidth, flops / rates.matmul)
+        products = self._products(sum(lengths), len(lengths))
+        products += sum(attention[n] for n in lengths) / rates.matmul
+        return max(costs.weight_bytes(sum(lengths)) / rates.bandwidth, products)
 
     def workload(self, load: Workload, max_num_seqs: int) -> float:
         """Prefill of all prompts, then decode steps that are as full as `max_num_seqs` allows; who
@@ -46,3 +49,7 @@ class Floors:
             left[running] -= 1
             total += self.decode(context[running])
         return total
+
+    def _products(self, num_tokens: int, num_sampled: int) -> float:
+        flops = self.costs.flops(num_tokens, num_sampled)
+        return sum(count / self.ceilings.rate(form) for form, count in flops.items())

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rackmount import Engine
+from rackmount import Engine, Rack
 from rackmount_registry.plain import as_plain
 from rackmount_tools.ceilings import Ceilings
 from rackmount_tools.machine import describe_machine, driver_version
@@ -22,13 +22,22 @@ JsonFile = Annotated[
     typer.Option("--json", help="File for the figures, the machine and what was mounted."),
 ]
 
+FILE_WIDTH = 160
+"""Columns of text where nobody's screen says how many there are."""
+
 
 def print_table(title: str, columns: dict[str, str], rows: list[dict[str, Any]]) -> None:
-    """`rows` as a table; `columns` are key -> heading, and a share is written in percent."""
+    """`rows` as a table; `columns` are key -> heading, and a share is written in percent. A column
+    in which nothing stands is left out."""
+    filled = {key for row in rows for key, value in row.items() if value is not None}
+    columns = {key: text for key, text in columns.items() if key in filled}
     table = Table(*columns.values(), title=title)
     for row in rows:
         table.add_row(*(_cell(key, row.get(key)) for key in columns))
-    Console().print(table)
+    console = Console()
+    if not console.is_terminal:
+        console.width = FILE_WIDTH
+    console.print(table)
 
 
 def _cell(key: str, value: Any) -> str:
@@ -64,19 +73,26 @@ def describe_card() -> dict[str, object]:
 
 
 def describe_engine(engine: Engine) -> dict[str, Any]:
+    """What was asked for, which parts serve it, and the size of its KV pool."""
+    return describe_rack(engine.rack) | {"num_kv_blocks": engine.core.num_kv_blocks}
+
+
+def describe_rack(rack: Rack) -> dict[str, Any]:
     """What was asked for, and which parts serve it."""
-    rack = engine.rack
     parts = [*rack.parts.offers(), rack.attention.prefill, rack.attention.decode, rack.executor]
+    if rack.scheme is not None:
+        parts.append(rack.scheme)
     return {
-        "arguments": as_plain(engine.config),
+        "arguments": as_plain(rack.config),
         "dtype": str(rack.dtype).removeprefix("torch."),
+        "kv_dtype": str(rack.kv_dtype).removeprefix("torch."),
         "device": str(rack.device),
         "block_size": rack.block_size,
-        "num_kv_blocks": engine.core.num_kv_blocks,
         "parts": sorted({f"{each.descriptor.kind}: {each.name}" for each in parts}),
     }
 
 
 def describe_ceilings(ceilings: Ceilings) -> dict[str, Any]:
     """In terabytes and teraflops per second; floors count with the better of read and copy."""
-    return {f"{name}_T": round(value / 1e12, 4) for name, value in asdict(ceilings).items()}
+    measured = {name: value for name, value in asdict(ceilings).items() if value is not None}
+    return {f"{name}_T": round(value / 1e12, 4) for name, value in measured.items()}

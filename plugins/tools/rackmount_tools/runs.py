@@ -8,8 +8,11 @@ from typing import Any
 from rackmount import Engine, RequestOutput, SamplingParams
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.plugins import PluginManager
+from rackmount_tools.ceilings import measure_ceilings
+from rackmount_tools.costs import costs_of
+from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts
-from rackmount_tools.shapes import resolve
+from rackmount_tools.shapes import resolved
 
 
 def open_engine(
@@ -20,10 +23,18 @@ def open_engine(
     Raises:
         ConfigError: the model does not know so many positions.
     """
-    model, arguments = resolve(model, arguments)
     if arguments["max_model_len"] is None:
         arguments = arguments | {"max_model_len": max_model_len}
-    return Engine(model, manager=manager, **arguments)
+    with resolved(model, arguments) as (name, given):
+        return Engine(name, manager=manager, **given)
+
+
+def measured_floors(engine: Engine) -> Floors:
+    """Of its model, with the ceilings of its device as they are now."""
+    rack = engine.rack
+    formats = frozenset[str]().union(*rack.draft.formats().values())
+    ceilings = measure_ceilings(rack.device, rack.dtype, formats)
+    return Floors(costs_of(rack.draft), ceilings)
 
 
 def greedy(max_tokens: int) -> SamplingParams:

@@ -1,26 +1,70 @@
-"""Shapes of well-known models: a config.json each, for which nothing is downloaded."""
+"""Shapes of well-known models: a config.json each, for which nothing is downloaded, and the ways in
+which checkpoints are quantized: a quantization_config each.
 
+"llama-8b" is a shape, "llama-8b+gptq" the same with quantized weights.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-SHAPES = {file.stem: file for file in sorted((Path(__file__).parent / "shapes").glob("*.json"))}
+from rackmount_registry.errors import ConfigError, did_you_mean
+
+
+def _files(folder: str) -> dict[str, Path]:
+    return {file.stem: file for file in sorted((Path(__file__).parent / folder).glob("*.json"))}
+
+
+SHAPES = _files("shapes")
+"""By name."""
+QUANTIZATIONS = _files("quantizations")
 """By name."""
 
 ModelOrShape = Annotated[
     str,
     typer.Argument(
-        help=f"A shape ({', '.join(SHAPES)}), which has random weights; or a path to a folder or "
-        "file, a hub id, or an alias.",
+        help=f"A shape ({', '.join(SHAPES)}), which has random weights, perhaps quantized "
+        f"({', '.join(f'+{name}' for name in QUANTIZATIONS)}, as in llama-8b+gptq); or a path to a "
+        "folder or file, a hub id, or an alias.",
         show_default=False,
     ),
 ]
 
 
-def resolve(model: str, arguments: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """What to give to an engine for `model`. The name of a shape stands for its file and for random
-    weights; what exists as a path is never taken for one."""
-    if model in SHAPES and not Path(model).expanduser().exists():
-        return str(SHAPES[model]), arguments | {"load_format": "dummy"}
-    return model, arguments
+@contextmanager
+def resolved(model: str, arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What to give to an engine for `model`. The name of a shape stands for a config.json, which is
+    there until the engine has started, and for random weights; what exists as a path is never
+    taken for one.
+
+    Raises:
+        ConfigError: an unknown way to quantize a shape.
+    """
+    shape, plus, how = model.partition("+")
+    if shape not in SHAPES or Path(model).expanduser().exists():
+        yield model, arguments
+        return
+    arguments = arguments | {"load_format": "dummy"}
+    if not plus:
+        yield str(SHAPES[shape]), arguments
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{model}.json"
+        file.write_text(json.dumps(config_of(shape, how)))
+        yield str(file), arguments
+
+
+def config_of(shape: str, quantization: str) -> dict[str, Any]:
+    """The config.json of a shape that is quantized in one of the `QUANTIZATIONS`."""
+    if quantization not in QUANTIZATIONS:
+        raise ConfigError(
+            f"model='{shape}+{quantization}'{did_you_mean(quantization, QUANTIZATIONS)}: behind + "
+            f"must stand one of {', '.join(QUANTIZATIONS)}"
+        )
+    config: dict[str, Any] = json.loads(SHAPES[shape].read_text())
+    return config | {"quantization_config": json.loads(QUANTIZATIONS[quantization].read_text())}

@@ -1,0 +1,182 @@
+"""Holds the kernels for quantized weights to float64 on this GPU, times them, and tunes them.
+
+Usage: python benchmarks/quant_gemm.py check|time|many|tune [--formats int4,fp8,...]
+       [--shapes llama-8b,...] [--rows 1 8 16 ...] [--seconds 240] [--out TABLE.json]
+
+- check: every format, odd sizes too, at numbers of rows from 0 to 1000, in each way that the kernel
+  has; prints the relative errors that are too large, and the largest for each format.
+- time: products of few rows as `tuning.choose` cuts them, beside the way for many rows.
+- many: products of many rows and what they consist of, beside bfloat16's.
+- tune: searches tilings and writes the table `quant/rackmount_quant/kernels/tuned/NAME.json`.
+
+A product is timed as decoding runs it: kernel after kernel in one CUDA graph, each of which may
+start before the one before has ended, over copies of the weight that together are more than four
+times the L2.
+"""
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from decode_gemm import CEILING, MODELS, graph_us
+from quant_tune import tune
+from quant_weights import (
+    DTYPE,
+    FORMATS,
+    Bench,
+    blocks,
+    bytes_of,
+    call,
+    floats,
+    forced,
+    integers,
+    integers8,
+    kernel_of,
+    residual_of,
+    rows8,
+)
+
+from rackmount_quant.kernels import tuning
+from rackmount_quant.kernels.many_rows import dequantize
+from rackmount_quant.kernels.rounding import Rounding
+from rackmount_quant.kernels.tuning import BUCKETS
+from rackmount_registry.formats import EPILOGUES, Weight
+
+ROWS = (0, 1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 256, 1000)
+BOUNDS = {"few": 5e-3, "many": 1e-2, "rounded": 0.1}
+"""Relative errors that rounding explains: of the product; of the weight, too; of the input."""
+
+ODD: dict[str, Callable[[], Weight]] = {
+    "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
+    "int4 odd group": lambda: integers(96, 480, 48),
+    "int4 short rows": lambda: integers(200, 456, 64),
+    "int4 32 zeros": lambda: integers(1000, 1056, 32, zeros=True),
+    "int4 rows zeros": lambda: integers(130, 1000, 1000, zeros=True),
+    "int8-groups short": lambda: integers8(72, 456, 64),
+    "fp8 static": lambda: floats(512, 1024, "tensor"),
+    "fp8 plain": lambda: floats(514, 1000, "plain"),
+    "fp8-blocks plain": lambda: blocks(1000, 1000, "plain"),
+    "fp8-blocks parts": lambda: blocks(1000, 1024, "group", (100, 900)),
+    "fp8-blocks one": lambda: blocks(512, 1024),
+    "int8 plain": lambda: rows8(34, 72, "plain"),
+    "int8 token": lambda: rows8(1024, 1024),
+}
+"""Sizes that fill nothing, and schemes of their own."""
+
+
+def check() -> None:
+    """Prints what is further from float64 than rounding explains."""
+    cases = {name: (lambda f=f: f.make(768, 1024)) for name, f in FORMATS.items()} | ODD
+    for name, make in cases.items():
+        weight = make()
+        kernel, worst = kernel_of(weight), {"few": 0.0, "many": 0.0, "rounded": 0.0}
+        prepared, dense = kernel.prepare(weight), weight.dequantize().double()
+        start = time.monotonic()
+        for rows, epilogue in itertools.product(ROWS, ("none", *EPILOGUES)):
+            x = torch.randn(rows, weight.in_features + 8, dtype=DTYPE, device="cuda")[:, 8:]
+            wide = x.double() @ dense.T
+            if epilogue == "silu_mul":
+                gate, up = wide.chunk(2, -1)
+                wide = F.silu(gate) * up
+            elif epilogue == "add":
+                wide = wide + residual_of(rows, prepared.packed.n).double()
+            for chosen in (prepared, forced(prepared, None)):
+                way = "few" if chosen.tiling(epilogue, rows) else "many"
+                way = "rounded" if way == "many" and prepared.many is not None else way
+                try:
+                    out = call(kernel, chosen, x, epilogue)
+                    torch.cuda.synchronize()
+                except Exception as error:  # told, and the next one is tried
+                    print(f"FAILED: {name} {way} rows {rows} {epilogue}: {error!r:.300}")
+                    continue
+                if rows == 0:
+                    assert out.shape == wide.shape
+                    continue
+                error = float((out.double() - wide).norm() / wide.norm())
+                worst[way] = max(worst[way], error)
+                if not error < BOUNDS[way] or prepared.arrivals.any():
+                    print(f"WRONG: {name} {way} rows {rows} {epilogue}: {error:.2e}")
+        told = ", ".join(f"{way} {error:.1e}" for way, error in worst.items() if error > 0)
+        print(f"{name:<20} {told}; {time.monotonic() - start:.1f} s", flush=True)
+
+
+def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
+    bench = Bench(5)
+    for form, (name, (n, k, epilogues)) in itertools.product(formats, shapes.items()):
+        first = bench.copies(form, n, k)[0]
+        for r in rows:
+            tiling = tuning.choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
+            few = bench.us(form, n, k, r, epilogues[0], tiling) if tiling else float("inf")
+            many = bench.us(form, n, k, r, epilogues[0], None)
+            rate = bytes_of(first) / few * 1e6
+            print(
+                f"{form:<12}{name:<8}{n:>6} x {k:<6}{epilogues[0]:<9}{r:>4} few {few:>7.2f} us "
+                f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, many {many:>7.2f} us "
+                f"{tiling and list(asdict(tiling).values())}",
+                flush=True,
+            )
+
+
+def show_many(formats: list[str], shapes: dict, rows: list[int]) -> None:
+    bench = Bench()
+    for name, (n, k, epilogues) in shapes.items():
+        for r in rows:
+            x = torch.randn(r, k, dtype=DTYPE, device="cuda")
+            weight = torch.randn(n, k, dtype=DTYPE, device="cuda") / k**0.5
+            us = graph_us([partial(F.linear, x, weight)] * 4, 3)
+            print(f"{name:<8}{n:>6} x {k:<6}{r:>6} bf16 {us:>8.1f} us {_rate(r, n, k, us)}")
+            for form in formats:
+                prepared = bench.copies(form, n, k)[0]
+                us = bench.us(form, n, k, r, epilogues[0], None)
+                parts = graph_us([partial(dequantize, prepared.packed, DTYPE)] * 4, 3)
+                text = f"{_rate(r, n, k, us)}, dequantize {parts:.1f} us"
+                if prepared.many is not None:
+                    rounding: Rounding = prepared.many.rounding
+                    run, rounded = FORMATS[form].kernel().run, rounding.round(x)
+                    passes = graph_us([partial(rounding.round, x)] * 4, 3)
+                    alone = graph_us([partial(run, rounded, prepared, None)] * 4, 3)
+                    text += f", round {passes:.1f} us, alone {alone:.1f} us"
+                    text += f" {_rate(r, n, k, alone)}"
+                print(f"{'':<8}{form:<12}{epilogues[0]:<9} {us:>8.1f} us {text}", flush=True)
+
+
+def _rate(rows: int, n: int, k: int, us: float) -> str:
+    return f"{2 * rows * n * k / us / 1e6:.0f} TFLOP/s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("what", choices=("check", "time", "many", "tune"))
+    parser.add_argument("--formats", default="int4,fp8", help=f"of {', '.join(FORMATS)}")
+    parser.add_argument("--shapes", default="llama-8b", help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 32, 64])
+    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--out", type=Path, help="the table")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
+    formats = args.formats.split(",")
+    shapes = {
+        name: shape
+        for model in args.shapes.split(",")
+        for name, shape in MODELS[model].items()
+        if name != "head"
+    }
+    if args.what == "check":
+        check()
+    elif args.what == "time":
+        show_times(formats, shapes, args.rows)
+    elif args.what == "many":
+        show_many(formats, shapes, args.rows)
+    else:
+        tune(formats, shapes, args.rows, args.seconds, args.out)
+
+
+if __name__ == "__main__":
+    main()

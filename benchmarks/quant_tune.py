@@ -1,0 +1,226 @@
+"""The search for tilings of products of few rows with quantized weights; see `quant_gemm.py`."""
+
+import itertools
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from decode_gemm import CEILING, SHARED_MEMORY, serialize
+from quant_weights import DTYPE, Bench, bytes_of
+
+from rackmount_quant.kernels import tuning
+from rackmount_quant.kernels.few_rows import few_rows_kernel
+from rackmount_quant.kernels.linear import Prepared, plan
+from rackmount_quant.kernels.packed import Packed
+from rackmount_quant.kernels.tuning import Tiling
+from rackmount_registry.device.launch import launch_options
+
+REGISTERS = 65536
+"""Of an SM."""
+CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
+    16: (
+        (64, 4, 80), (64, 4, 104), (128, 4, 128), (128, 4, 168), (128, 8, 128), (256, 8, 128),
+        (32, 4, 80),
+    ),
+    32: ((64, 4, 128), (128, 8, 128), (256, 8, None), (256, 16, 128), (128, 4, 168)),
+    64: ((64, 4, 168), (64, 4, 128), (128, 8, 128), (128, 8, None), (256, 16, 128), (256, 8, None)),
+    128: ((64, 4, None), (128, 8, None), (128, 8, 128), (256, 16, 128)),
+    256: ((64, 4, None), (64, 8, None), (128, 8, None)),
+}  # fmt: skip
+"""Tokens a tile -> (block_n, warps, bound of registers) that are tried."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    form: str
+    n: int
+    k: int
+    rows: int
+    epilogue: str
+
+
+def candidates(problem: Problem, first: Prepared, num_sms: int) -> Iterator[Tiling]:
+    """Cuts of the weight, one to six programs an SM, and how tiles are shared."""
+    packed, k = first.packed, problem.k
+    width = tuning.block_k_of(packed)
+    if width is None:
+        return
+    block_m = tuning.block_m(problem.rows)
+    wide = packed.panel is None and not packed.group and k % 256 == 0
+    for (block_n, warps, registers), block_k in itertools.product(
+        CUTS[block_m], (width, 256) if wide else (width,)
+    ):
+        stage = block_n * block_k // packed.per_word * 4 + block_m * block_k * 2
+        for stages in (3, 4, 6):
+            by_memory = SHARED_MEMORY // (stage * (stages - 1) + 2048)
+            by_registers = REGISTERS // ((registers or 255) * 32 * warps)
+            most = min(by_memory, by_registers, 6)
+            seen: set[int] = set()
+            for programs in {most, max(1, most - 1)} - {0}:
+                for share in shares(problem, block_n, block_k, num_sms * programs):
+                    if share not in seen:
+                        seen.add(share)
+                        yield Tiling(block_n, block_k, share, stages, warps, 2, registers)
+
+
+def shares(problem: Problem, block_n: int, block_k: int, slots: int) -> Iterator[int]:
+    """Blocks a program: as many for each as fill the GPU once, and the division of whole tiles
+    that leaves the fewest places empty."""
+    blocks_of_tile = -(-problem.k // block_k)
+    units = -(-problem.n // block_n) * blocks_of_tile
+    least = -(-blocks_of_tile // (tuning.MAX_PARTS // 2))
+    yield max(-(-units // slots), least)
+
+    def emptiness(share: int) -> float:
+        """Share of the time that the last wave wastes, and what splitting costs."""
+        waves = units / share / slots
+        return -(-waves // 1) / waves - 1 + 0.02 * blocks_of_tile / share
+
+    divisors = [s for s in range(least, blocks_of_tile + 1) if blocks_of_tile % s == 0]
+    yield min(divisors, key=emptiness)
+
+
+def build(packed: Packed, problem: Problem, tiling: Tiling) -> None:
+    """Compiles a kernel into Triton's cache on disk; in a process of its own."""
+    meta, silu = torch.device("meta"), problem.epilogue == "silu_mul"
+    arrivals = torch.empty(packed.n, dtype=torch.int32, device=meta)
+    prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
+    x = torch.empty((problem.rows, problem.k), dtype=DTYPE, device=meta)
+    columns = problem.n // 2 if silu else problem.n
+    out = torch.empty((problem.rows, columns), dtype=DTYPE, device=meta)
+    residual = out if problem.epilogue == "add" else None
+    grid, arguments = plan(tiling, x, prepared, None, residual, out, silu)
+    arguments |= launch_options(torch.device("cuda")) | {"COMPILED": True}
+    few_rows_kernel.warmup(grid=grid, **arguments)
+
+
+def key(problem: Problem, tiling: Tiling) -> tuple[Any, ...]:
+    """What a compiled kernel depends on."""
+    parts = triton.next_power_of_2(tiling.parts(problem.k))
+    aligned, even = tiling.aligned(problem.k), problem.k % tiling.block_k == 0
+    block_m, whole = tuning.block_m(problem.rows), replace(tiling, share=0)
+    return problem.form, block_m, whole, parts, aligned, even, problem.epilogue
+
+
+def on_meta(packed: Packed) -> Packed:
+    """The weight without its memory, for another process."""
+    tensors = {name: getattr(packed, name) for name in ("words", "scales", "zeros")}
+    return replace(packed, **{n: t if t is None else t.to("meta") for n, t in tensors.items()})
+
+
+ANCHORS = (8, 32, 64, 128, 256)
+"""Buckets that are searched, one for each number of tokens a tile; the others take what is best
+there."""
+NAMED_FAILURES = 3
+"""Of a round: more are only counted."""
+
+
+class Search:
+    """Builds and times tilings, the first ones of each problem first, until time is up."""
+
+    def __init__(self, bench: Bench, pool: ProcessPoolExecutor, seconds: float) -> None:
+        self.bench = bench
+        self.pool = pool
+        self.seconds = seconds
+        self.start = time.monotonic()
+        self.rankings: dict[Problem, dict[Tiling, float]] = {}
+
+    def first(self, problem: Problem) -> Prepared:
+        return self.bench.copies(problem.form, problem.n, problem.k)[0]
+
+    def best(self, problem: Problem, count: int) -> list[Tiling]:
+        ranking = self.rankings.get(problem, {})
+        usable = [tiling for tiling in ranking if ranking[tiling] < float("inf")]
+        return sorted(usable, key=ranking.__getitem__)[:count]
+
+    def round(self, name: str, wanted: dict[Problem, list[Tiling]], until: float) -> None:
+        """Times what is wanted, to a share `until` of the time."""
+        turns = itertools.zip_longest(*([(p, t) for t in wanted[p]] for p in wanted))
+        pairs = [pair for turn in turns for pair in turn if pair is not None]
+        kernels: dict[tuple[Any, ...], Future] = {}
+        for problem, tiling in pairs:
+            if (kernel := key(problem, tiling)) not in kernels:
+                packed = on_meta(self.first(problem).packed)
+                kernels[kernel] = self.pool.submit(build, packed, problem, tiling)
+        timed, failures = 0, 0
+        for problem, tiling in pairs:
+            left = until * self.seconds - self.elapsed()
+            try:
+                kernels[key(problem, tiling)].result(timeout=max(left, 0.0))
+            except TimeoutError:
+                break
+            except Exception as error:  # told, and the next one is tried
+                failures += 1
+                if failures <= NAMED_FAILURES:
+                    print(f"cannot be built: {problem} {tiling}: {error!r:.300}")
+                continue
+            us = self.bench.us(*astuple(problem), tiling)
+            self.rankings.setdefault(problem, {})[tiling] = us
+            timed += 1
+        for future in kernels.values():
+            future.cancel()
+        print(
+            f"{name}: {len(kernels)} kernels, {failures} tilings fail, {timed} of {len(pairs)} "
+            f"timed by {self.elapsed():.0f} s",
+            flush=True,
+        )
+
+    def elapsed(self) -> float:
+        return time.monotonic() - self.start
+
+    def run(self, formats: list[str], shapes: dict, rows: list[int]) -> list[Problem]:
+        """The problems, which are ranked."""
+        num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+        sizes = {tuning.block_m(r) for r in rows}
+        anchors = [anchor for anchor in ANCHORS if tuning.block_m(anchor) in sizes]
+        weights = list(itertools.product(formats, shapes.values()))
+        searched = [Problem(f, n, k, r, e[0]) for f, (n, k, e) in weights for r in anchors]
+        cuts = {p: list(candidates(p, self.first(p), num_sms)) for p in searched}
+        self.round("cuts", cuts, 0.6)
+        ahead = {
+            p: [replace(t, prefetch=blocks) for t in self.best(p, 2) for blocks in (0, 1, 4)]
+            for p in searched
+        }
+        self.round("prefetching", ahead, 0.8)
+        final = {}
+        for (form, (n, k, epilogues)), r in itertools.product(weights, rows):
+            near = next(a for a in anchors if tuning.block_m(a) == tuning.block_m(r))
+            good = self.best(Problem(form, n, k, near, epilogues[0]), 3)
+            final |= {Problem(form, n, k, r, epilogue): good for epilogue in epilogues}
+        self.round("epilogues", final, 1.0)
+        return list(final)
+
+
+def tune(formats: list[str], shapes: dict, rows: list[int], seconds: float, out: Path) -> None:
+    """Writes the table of what beat the way for many rows, or adds to it; prints each problem."""
+    bench = Bench(2)
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
+        search = Search(bench, pool, seconds)
+        problems = search.run(formats, shapes, rows)
+    table: dict[str, dict[str, list | None]] = {}
+    for problem in problems:
+        tiling = next(iter(search.best(problem, 1)), None)
+        us = search.rankings[problem][tiling] if tiling else float("inf")
+        many = bench.us(*astuple(problem), None)
+        values = list(asdict(tiling).values()) if tiling and us < many else None
+        first, shape = search.first(problem), f"{problem.n}x{problem.k} {problem.epilogue}"
+        table.setdefault(f"{first.packed.kind} {shape}", {})[str(problem.rows)] = values
+        rate = bytes_of(first) / us * 1e6
+        print(
+            f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us {rate / 1e12:.2f} TB/s "
+            f"{100 * rate / CEILING:5.1f} %, many {many:>7.2f} us  {values}"
+        )
+    known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
+    gpu = torch.cuda.get_device_name()
+    about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
+    names = [field.name for field in fields(Tiling)]
+    out.write_text(serialize(about | {"fields": names, "shapes": known | table}))

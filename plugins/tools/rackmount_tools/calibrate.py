@@ -1,0 +1,79 @@
+"""`rackmount calibrate`: a checkpoint with scales for an FP8 KV cache, found on data, and rounded
+weights, as compressed-tensors spells them, so that other engines load it too.
+
+A scale is the largest magnitude seen / 448, the largest value of float8_e4m3fn; of what was never
+other than zero it is 1. Weights are rounded to nearest, each by itself.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rackmount import EngineConfig, Model, progress
+from rackmount_tools.calibration import Calibration, write_calibrated
+from rackmount_tools.compressed_config import ROUNDINGS
+from rackmount_tools.eval_perplexity import MaxTokens, read_text
+from rackmount_tools.observed import Observed
+
+
+def calibrate(
+    ctx: typer.Context,
+    model: Model,
+    out: Annotated[Path, typer.Option(help="Folder to write; new or empty.", show_default=False)],
+    data: Annotated[Path | None, typer.Option(help="File of text in UTF-8.")] = None,
+    kv_scales: Annotated[
+        str, typer.Option(help="A scale for each layer (tensor), KV head (head), or none.")
+    ] = "tensor",
+    weights: Annotated[str, typer.Option(help=f"{', '.join(ROUNDINGS)}, or none.")] = "none",
+    activations: Annotated[
+        str, typer.Option(help="With rounded weights: dynamic, or static scales of inputs.")
+    ] = "dynamic",
+    group_size: Annotated[int, typer.Option(min=1, help="Columns with one scale, of int4.")] = 128,
+    context: Annotated[int, typer.Option(min=2, help="Tokens to read at a time.")] = 1024,
+    max_tokens: MaxTokens = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the model while it runs.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False,
+) -> None:
+    """Write MODEL with scales of its KV cache, found on a text, and weights rounded on demand."""
+    asked = Calibration(
+        kv_scales=kv_scales, weights=weights, activations=activations, group_size=group_size
+    )
+    config = EngineConfig.create(
+        model=model,
+        max_model_len=context,
+        device=device,
+        dtype=dtype,
+        kv_cache_dtype="model",
+        trust_remote_code=trust_remote_code,
+    )
+    with progress() as report:
+        seen = write_calibrated(
+            config,
+            out,
+            asked,
+            ctx.obj,
+            text=read_text(data) if data else None,
+            max_tokens=max_tokens,
+            report=report,
+        )
+    for line in summary(seen):
+        typer.echo(line)
+    typer.echo(f"written to {out}")
+
+
+def summary(seen: Observed) -> list[str]:
+    """The largest keys and values, and where they were."""
+    lines = []
+    for what, table in (("keys", seen.keys), ("values", seen.values)):
+        if table:
+            reached = {index: largest.amax().item() for index, largest in table.items()}
+            layer = max(reached, key=lambda index: reached[index])
+            lines.append(
+                f"{what} reach {min(reached.values()):.4g} to {reached[layer]:.4g} "
+                f"(in layer {layer} of {len(reached)})"
+            )
+    return lines

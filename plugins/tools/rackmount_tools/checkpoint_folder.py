@@ -1,0 +1,92 @@
+"""A checkpoint as a folder of safetensors files, written shard by shard."""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rackmount_registry.errors import ConfigError
+
+SHARD_BYTES = 4 * 2**30
+COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICENSE*", "NOTICE*")
+NOT_COPIED = ("config.json", "*.index.json", "*quant*_config.json")
+"""What belongs to the weights."""
+
+
+def new_folder(folder: Path) -> Path:
+    """`folder`, made if it is missing.
+
+    Raises:
+        ConfigError: there is something in it, or it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        full = any(folder.iterdir())
+    except OSError as error:
+        raise ConfigError(f"out={str(folder)!r} must be a folder: {error}") from error
+    if full:
+        raise ConfigError(f"out={str(folder)!r} must be an empty folder, or none yet")
+    return folder
+
+
+def write_tensors(
+    folder: Path, tensors: Iterable[tuple[str, Tensor]], most: int = SHARD_BYTES
+) -> None:
+    """Streams tensors into "model.safetensors", or into shards of about `most` bytes and an
+    index."""
+    shards: list[list[str]] = []
+    total = 0
+    for held in _shards(tensors, most):
+        file = folder / _unnumbered(len(shards))
+        file.touch()
+        mode = file.stat().st_mode
+        save_file(held, file, metadata={"format": "pt"})
+        file.chmod(mode)  # else only its owner could read it
+        shards.append(list(held))
+        total += sum(tensor.nbytes for tensor in held.values())
+    if len(shards) == 1:
+        (folder / _unnumbered(0)).rename(folder / "model.safetensors")
+        return
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards):
+        final = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
+        (folder / _unnumbered(index)).rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    write_json(
+        folder / "model.safetensors.index.json",
+        {"metadata": {"total_size": total}, "weight_map": weight_map},
+    )
+
+
+def _unnumbered(index: int) -> str:
+    """Of a shard, while it is open how many there will be."""
+    return f"model-{index + 1:05}.safetensors"
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], most: int) -> Iterator[dict[str, Tensor]]:
+    held: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        if held and size + tensor.nbytes > most:
+            yield held
+            held, size = {}, 0
+        held[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    yield held
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies the tokenizer's files, and whatever else lies beside the weights of `source`."""
+    for file in sorted(source.iterdir()):
+        wanted = any(fnmatch(file.name, pattern) for pattern in COPIED)
+        if wanted and not any(fnmatch(file.name, pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(file, folder / file.name)

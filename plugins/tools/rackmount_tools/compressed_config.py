@@ -1,0 +1,84 @@
+"""`quantization_config` as compressed-tensors spells it, of what `rackmount calibrate` writes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+METHOD = "compressed-tensors"
+FLOATS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+INTEGERS = {"type": "int", "symmetric": True, "dynamic": False}
+ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
+    "fp8": {
+        "format": "float-quantized",
+        "weights": FLOATS | {"strategy": "channel"},
+        "inputs": {"strategy": "token"},
+    },
+    "fp8-tensor": {
+        "format": "float-quantized",
+        "weights": FLOATS | {"strategy": "tensor"},
+        "inputs": {"strategy": "token"},
+    },
+    "fp8-block": {
+        "format": "float-quantized",
+        "weights": FLOATS | {"strategy": "block", "block_structure": [128, 128]},
+        "inputs": {"strategy": "group", "group_size": 128},
+    },
+    "int8": {
+        "format": "int-quantized",
+        "weights": INTEGERS | {"num_bits": 8, "strategy": "channel"},
+        "inputs": {"strategy": "token"},
+    },
+    "int4": {
+        "format": "pack-quantized",
+        "weights": INTEGERS | {"num_bits": 4, "strategy": "group"},
+    },
+}
+"""Name -> how weights are stored, and what of the inputs has a scale where they are rounded while
+the model runs; without "inputs" they stay as they are."""
+
+STATIC = ("fp8", "fp8-tensor", "int8")
+"""Those whose inputs may have one scale that was found beforehand."""
+
+KV_STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
+"""What has a scale of its own -> its name there."""
+
+
+def quantization_config(
+    *, weights: str, static: bool, group_size: int, kv_scales: str, ignore: Sequence[str]
+) -> dict[str, Any]:
+    """The whole section.
+
+    Args:
+        weights: one of `ROUNDINGS`, or "none".
+        static: inputs have one scale each, found beforehand.
+        kv_scales: one of `KV_STRATEGIES`, or "none".
+        ignore: weights that stay plain.
+    """
+    config: dict[str, Any] = {
+        "quant_method": METHOD,
+        "quantization_status": "compressed",
+        "format": "dense",
+        "config_groups": {},
+        "ignore": [],
+    }
+    if weights != "none":
+        rounding = ROUNDINGS[weights]
+        args = dict(rounding["weights"])
+        if args["strategy"] == "group":
+            args["group_size"] = group_size
+        kind = {key: args[key] for key in ("num_bits", "type", "symmetric")}
+        inputs: dict[str, Any] | None = None
+        if static:
+            inputs = kind | {"strategy": "tensor", "dynamic": False}
+        elif "inputs" in rounding:
+            inputs = kind | rounding["inputs"] | {"dynamic": True}
+        group = {"targets": ["Linear"], "weights": args, "input_activations": inputs}
+        config |= {"format": rounding["format"], "config_groups": {"group_0": group}}
+        config["ignore"] = list(ignore)
+    if kv_scales != "none":
+        config["kv_cache_scheme"] = kv_cache_scheme(kv_scales)
+    return config
+
+
+def kv_cache_scheme(kv_scales: str) -> dict[str, Any]:
+    """Of scales for each layer ("tensor") or each KV head ("head")."""
+    return FLOATS | {"strategy": KV_STRATEGIES[kv_scales]}

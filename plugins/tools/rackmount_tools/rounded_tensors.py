@@ -1,0 +1,111 @@
+"""The tensors of a checkpoint, with weights rounded and scales put beside them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from rackmount import Rack
+from rackmount_registry.attention import FP8, FP8_MAX
+from rackmount_registry.checkpoint import Checkpoint
+from rackmount_registry.errors import ConfigError
+from rackmount_registry.formats import QuantizationScheme, StoredFormat
+from rackmount_registry.nn.storage import LinearPart, Source
+from rackmount_tools.observed import Observed
+
+LIMITS = {FP8: FP8_MAX, torch.int8: 127.0}
+"""Largest magnitudes of inputs, which are rounded to the type of the weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedTensors:
+    """What is to be written, of a model whose weights are plain, or stay as they are."""
+
+    rack: Rack
+    checkpoint: Checkpoint
+    scheme: QuantizationScheme | None
+    """How weights are to be stored; None: as they are."""
+    per_head: bool | None
+    """Whether KV heads have a scale each, or layers; None: no scales are written."""
+    static: bool
+    """Whether inputs have a scale."""
+    seen: Observed
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._copied()
+        for part, source, stored in self.rounded:
+            yield from self._round(part, source, stored)
+        if self.per_head is not None:
+            yield from self._kv_scales(self.per_head)
+
+    def __len__(self) -> int:
+        return len(self._kept) + len(self.rounded)
+
+    @cached_property
+    def rounded(self) -> list[tuple[LinearPart, Source, StoredFormat]]:
+        """Each logical weight that is rounded, and where it is read.
+
+        Raises:
+            ConfigError: a shape that the format cannot store.
+        """
+        if self.scheme is None:
+            return []
+        found = []
+        for socket in self.rack.draft.sockets:
+            for weight in socket.weights():
+                (storage,) = weight.storages.values()
+                for part, piece in zip(weight.logical, storage.pieces, strict=True):
+                    stored = self.scheme.format_for(part.name, part.shape, part.role)
+                    if stored is None:
+                        continue
+                    there = self.checkpoint.tensors
+                    source = next(each for each in piece.sources if each.name in there)
+                    found.append((part, source, stored))
+        return found
+
+    @cached_property
+    def _kept(self) -> list[str]:
+        gone = {source.name for _, source, _ in self.rounded}
+        if self.per_head is not None:
+            gone.update(*(layer.answered for layer in self.rack.draft.attention))
+        return [name for name in self.checkpoint.tensors if name not in gone]
+
+    def _copied(self) -> Iterator[tuple[str, Tensor]]:
+        """As they are stored; what a reader decodes comes in the model's dtype."""
+        for name in self._kept:
+            tensor = self.checkpoint.read(name)
+            plain = hasattr(torch, self.checkpoint.tensors[name].dtype)
+            yield name, tensor if plain else tensor.to(self.rack.dtype)
+
+    def _round(
+        self, part: LinearPart, source: Source, stored: StoredFormat
+    ) -> Iterator[tuple[str, Tensor]]:
+        if stored.encode is None:
+            raise ConfigError(f"{part.name}: nothing rounds weights to {stored.name}")
+        dense = self.checkpoint.read(source.name, source.index).reshape(part.shape)
+        encoded = dict(stored.encode(dense.to(self.rack.device, self.rack.dtype)))
+        if self.static:
+            largest = self.seen.inputs[part.name].view(1)
+            encoded["input_scale"] = scales_of(largest, LIMITS[encoded["weight"].dtype])
+        for suffix, tensor in encoded.items():
+            rows_alone = suffix == "weight_scale" and tensor.shape == part.shape[:1] != (1,)
+            yield f"{part.name}.{suffix}", tensor.unsqueeze(1) if rows_alone else tensor
+
+    def _kv_scales(self, per_head: bool) -> Iterator[tuple[str, Tensor]]:
+        """Scales of a layer [1], or of its KV heads [heads, 1, 1]."""
+        for layer in self.rack.draft.attention:
+            for name, table in (("k_scale", self.seen.keys), ("v_scale", self.seen.values)):
+                largest = table[layer.index]
+                scales = (
+                    scales_of(largest).view(-1, 1, 1)
+                    if per_head
+                    else scales_of(largest.amax().view(1))
+                )
+                yield layer.sibling(name), scales
+
+
+def scales_of(largest: Tensor, limit: float = FP8_MAX) -> Tensor:
+    """float32 scales by which magnitudes up to `largest` reach `limit`; 1 for 0."""
+    return (largest / limit).where(largest > 0, 1.0)

@@ -1,0 +1,168 @@
+"""Kernels at the shapes of a model that takes no time."""
+
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from rackmount_backends.torch_linear import DenseLinear
+from rackmount_registry import hookimpl
+from rackmount_registry.capabilities import Cell
+from rackmount_registry.descriptors import LinearKernel
+from rackmount_registry.formats import Rounded, Weight
+from rackmount_registry.plugins import PluginManager
+from rackmount_tools.ceilings import Ceilings
+from rackmount_tools.linear_timing import against
+
+RecordOf = Callable[..., dict[str, Any]]
+
+
+def test_every_matrix_of_the_model_is_timed_with_every_kernel(record_of: RecordOf) -> None:
+    record = record_of("kernels --tokens 1,3")
+    timed = {(row["shape"], row["role"]): row["count"] for row in record["kernels"]}
+    assert timed == {
+        ("32 x 16", "linear"): 2,  # q, k and v
+        ("16 x 16", "linear"): 2,
+        ("48 x 16", "linear"): 1,  # gate and up of the dense layer
+        ("16 x 24", "linear"): 1,
+        ("97 x 16", "head"): 1,
+        ("4 x (16 x 16 + 16 x 8)", "experts"): 1,
+    }
+    assert len(record["kernels"]) >= 2 * len(timed)
+    for row in record["kernels"]:
+        assert row["share"] == pytest.approx(row["floor_us"] / row["us"])
+
+
+class Able(DenseLinear):
+    """A kernel with every epilogue that adds for two rows at most."""
+
+    calls: ClassVar[Counter[str]] = Counter()
+
+    def prepare(self, weight: Any, uses: Any = ()) -> Tensor:
+        self.calls[f"prepare for {', '.join(uses)}"] += 1
+        return super().prepare(weight, uses)
+
+    def run_silu_mul(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        self.calls["silu_mul"] += 1
+        gate, up = self.run(x, prepared, bias).chunk(2, -1)
+        return gate.sigmoid() * gate * up
+
+    def adds(self, prepared: Tensor, num_rows: int) -> bool:
+        return num_rows <= 2
+
+    def run_add(self, x: Tensor, prepared: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        self.calls["add"] += 1
+        return self.run(x, prepared, bias) + residual
+
+
+def able(*epilogues: str, factory: str = "Able", prologues: tuple[str, ...] = ()) -> PluginManager:
+    @hookimpl
+    def linear_kernels() -> list[LinearKernel]:
+        cells = (Cell(devices=("cpu",), dtypes=("float32",), weight_formats=("dense",)),)
+        return [
+            LinearKernel(
+                name="able",
+                factory=f"{__name__}:{factory}",
+                band="vendor",
+                cells=cells,
+                epilogues=epilogues,
+                prologues=prologues,
+            )
+        ]
+
+    return PluginManager.from_modules({"acme": SimpleNamespace(linear_kernels=linear_kernels)})
+
+
+@pytest.mark.parametrize("mounted", ["torch", "able"])
+def test_a_product_is_timed_with_the_epilogue_that_the_mount_fuses(
+    record_of: RecordOf, monkeypatch: pytest.MonkeyPatch, mounted: str
+) -> None:
+    monkeypatch.setattr(Able, "calls", Counter())
+    asked = f"kernels --tokens 1,3 --linear-kernel {mounted} --kernel able --kernel torch"
+    rows = record_of(asked, able("silu_mul", "add"))["kernels"]
+    rows = [row for row in rows if row["role"] != "experts"]
+    found = {(row["kernel"], row["shape"], row["tokens"]): row["epilogue"] for row in rows}
+    fused = {("48 x 16", 1): "silu_mul", ("48 x 16", 3): "silu_mul"}
+    fused |= {("16 x 16", 1): "add", ("16 x 24", 1): "add"}  # of 3 tokens the norm takes the sum
+    assert len(found) == 2 * 5 * 2
+    for (kernel, *product), epilogue in found.items():
+        assert epilogue == (fused.get(tuple(product)) if kernel == "able" else None)
+    assert {"silu_mul", "add", "prepare for silu_mul", "prepare for run, add"} <= set(Able.calls)
+
+
+def test_an_epilogue_that_the_kernel_lacks_is_not_asked_for(record_of: RecordOf) -> None:
+    record = record_of("kernels --tokens 1 --linear-kernel torch --kernel able", able("add"))
+    found = {row["shape"]: row["epilogue"] for row in record["kernels"]}
+    assert {shape for shape, epilogue in found.items() if epilogue} == {"16 x 16", "16 x 24"}
+
+
+class Rounding(Able):
+    """Takes its input rounded, for two rows or more."""
+
+    def run(self, x: Tensor | Rounded, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        if isinstance(x, Rounded):
+            self.calls["rounded"] += 1
+            x = x.values * x.scales
+        return super().run(x, prepared, bias)
+
+    def rounds(self, prepared: Tensor, num_rows: int) -> bool:
+        return num_rows > 1
+
+    def round_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, prepared: Tensor
+    ) -> tuple[Rounded, Tensor]:
+        return Rounded(x.to(torch.float16), x.new_ones(len(x), 1)), x
+
+    def round_silu_mul(self, gate: Tensor, up: Tensor, prepared: Tensor) -> Rounded:
+        return Rounded(gate.to(torch.float16), gate.new_ones(len(gate), 1))
+
+
+def test_an_input_is_rounded_where_the_mount_would_make_it_so(
+    record_of: RecordOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Able, "calls", Counter())
+    mounted = able("silu_mul", factory="Rounding", prologues=("norm", "silu_mul"))
+    asked = "kernels --tokens 1,3 --linear-kernel torch --kernel able"
+    rows = record_of(asked, mounted)["kernels"]
+    found = {(row["shape"], row["tokens"]): (row["input"], row["epilogue"]) for row in rows}
+    assert found == {
+        ("32 x 16", 1): (None, None),
+        ("32 x 16", 3): ("rounded", None),  # q, k and v, behind a norm
+        ("16 x 16", 1): (None, None),
+        ("16 x 16", 3): (None, None),  # behind attention
+        ("48 x 16", 1): (None, "silu_mul"),
+        ("48 x 16", 3): ("rounded", None),  # the activation rounds for the product behind it
+        ("16 x 24", 1): (None, None),
+        ("16 x 24", 3): ("rounded", None),
+        ("97 x 16", 1): (None, None),
+        ("97 x 16", 3): (None, None),  # of the sampled tokens alone
+    }
+    assert Able.calls["rounded"]
+
+
+def test_a_kernel_that_fits_nothing_is_refused_with_those_that_do(record_of: RecordOf) -> None:
+    refusal = r"kernel='dequantize' fits no product .* among .*torch"
+    with pytest.raises(AssertionError, match=refusal):
+        record_of("kernels --kernel dequantize")
+
+
+def test_a_kernel_that_adds_reads_as_much_again_as_it_writes() -> None:
+    weight = Weight("dense", {"weight": torch.zeros(6, 4)}, (6,), 4)
+    ceilings = Ceilings(read=1.0, copy=1.0, matmul=1e9)  # a second for each byte
+    x, read = torch.zeros(5, 4), 4 * 6 * 4
+    for epilogue, size in ((None, 5 * 6), ("add", 2 * 5 * 6), ("silu_mul", 5 * 3)):
+        floor = against(1.0, weight, x, x, epilogue, ceilings)["floor_us"] / 1e6
+        assert floor == pytest.approx(read + x.nbytes + 4 * size)
+        rounded = against(1.0, weight, x.to(torch.int8), x, epilogue, ceilings)
+        assert rounded["floor_us"] / 1e6 == pytest.approx(read + x.numel() + 4 * size)
+
+
+def test_experts_are_timed_with_those_that_tokens_chose(record_of: RecordOf) -> None:
+    rows = record_of("kernels --tokens 1,3,64")["kernels"]
+    touched = {row["tokens"]: row["distinct_experts"] for row in rows if row["role"] == "experts"}
+    assert touched[1] == 2  # of 4, as many as each token chooses
+    assert 2 <= touched[3] <= 4 == touched[64]
