@@ -20,6 +20,8 @@ class Step(Protocol):
 
     positions: Tensor
     """Integers [T]: place of each token in its sequence."""
+    wanted: Tensor | None
+    """Integers [W]: the tokens whose hidden states are asked for; None for all."""
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Head norms, rotary and the KV write by `layer.store`, then attention.
@@ -34,6 +36,7 @@ class ReferenceStep:
 
     def __init__(self) -> None:
         self.positions = torch.empty(0, dtype=torch.int64)
+        self.wanted: Tensor | None = None
         self._lengths: list[int] = []
 
     def begin(self, lengths: Sequence[int]) -> None:

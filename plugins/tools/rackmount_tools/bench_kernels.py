@@ -21,6 +21,7 @@ from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import EPILOGUES, Weight
 from rackmount_registry.mount import Draft
 from rackmount_registry.mount.fuse import fuse
+from rackmount_registry.mount.trace import trace
 from rackmount_registry.nn import Experts, Linear, MergedLinear, OutputHead
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.options import instantiate
@@ -70,7 +71,7 @@ def distinct(draft: Draft) -> dict[tuple[object, ...], list[Gemm]]:
     found: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms(draft):
         gemm.epilogues = EPILOGUES
-    fuse(draft.model)
+    fuse(trace(draft.model))
     for gemm in gemms(draft):
         weight = gemm.weight
         key = weight.role, weight.parts, weight.in_features, weight.stored.yields, gemm.uses

@@ -28,6 +28,7 @@ class Experts(Socket):
     """
 
     uses = frozenset({"route"})
+    by_row = True
     kernel: ExpertKernel
     dispatcher: TokenDispatcher
     prepared: Any

@@ -68,6 +68,10 @@ class Socket(nn.Module):
 
     uses: ClassVar[frozenset[str]] = frozenset()
     """Operations (see `ops.OPS`) that it calls: no others are bound."""
+    by_row: ClassVar[bool] = False
+    """Each row of the output follows from the same row of the inputs alone, whichever and however
+    many the others are. Behind the last socket of which that is not true, the mount leaves out the
+    tokens whose hidden states nobody wants."""
     path: str = ""
     """Place in the model, e.g. "model.layers.0.self_attn.qkv"."""
     pending: tuple[Group, ...] = ()
