@@ -30,6 +30,11 @@ class Step(Protocol):
         """
 
 
+def wanted_rows(step: Step, x: Tensor) -> Tensor:
+    """Of x [T, ...] the rows of the tokens that the step wants."""
+    return x if step.wanted is None else x.index_select(0, step.wanted)
+
+
 class ReferenceStep:
     """Whole sequences at once, no cache, float64-safe: the oracle for models, backends and
     quantization schemes."""

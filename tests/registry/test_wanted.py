@@ -24,8 +24,9 @@ from rackmount_registry.nn import (
     Norm,
     Param,
 )
-from rackmount_registry.nn.socket import Socket
+from rackmount_registry.nn.socket import Binding, Socket
 from rackmount_registry.ops import reference_ops
+from rackmount_registry.step import wanted_rows
 
 HIDDEN, VOCAB, LENGTHS = 8, 11, (5, 1, 3)
 IDS = [random_ids(length, VOCAB, seed=length) for length in LENGTHS]
@@ -39,6 +40,19 @@ class Reversed(Socket):
         return x.flip(0)
 
 
+class Placed(Socket):
+    """A socket that reads the step by row."""
+
+    by_row = True
+
+    def bind(self, binding: Binding) -> None:
+        self.step = binding.step
+
+    def forward(self, x: Tensor) -> Tensor:
+        places = self.step.positions
+        return x * (1 + (wanted_rows(self.step, places) if self.cut else places))[:, None]
+
+
 class OneLayer(nn.Module):
     """Sockets for the models below, whose forward is all that differs."""
 
@@ -49,10 +63,10 @@ class OneLayer(nn.Module):
         self.qkv = MergedLinear(HIDDEN, {"q": heads, "k": kv_heads, "v": kv_heads})
         self.attn = Attention(heads, kv_heads, rope=None)
         self.o_proj = Linear(heads, HIDDEN)
-        self.norm, self.last_norm = Norm(HIDDEN, 1e-2), Norm(HIDDEN, 1e-2)
+        self.norm, self.mlp_norm, self.last_norm = (Norm(HIDDEN, 1e-2) for _ in range(3))
         self.mlp = GatedMLP(HIDDEN, Axis("ffn", 12))
         self.shift = Param(HIDDEN)
-        self.reversed = Reversed()
+        self.reversed, self.placed = Reversed(), Placed()
 
     def attended(self, x: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm(x))
@@ -63,7 +77,7 @@ class OneLayer(nn.Module):
         return self.end(x, x + self.attended(x))
 
     def end(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.last_norm(y + self.mlp(self.norm(y)))
+        return self.last_norm(y + self.mlp(self.mlp_norm(y)))
 
 
 class ReadsTheFirstLayer(OneLayer):
@@ -111,6 +125,21 @@ class UnknownThenAttention(OneLayer):
         return self.last_norm(self.attended(x.flip(0)))
 
 
+class ReadsPlaces(OneLayer):
+    def end(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.last_norm(self.mlp(self.placed(y)))
+
+
+class ReadsPlacesFirst(OneLayer):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last_norm(self.attended(self.placed(self.embed(ids))))
+
+
+class ReadsPlacesTwice(OneLayer):
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last_norm(self.placed(self.attended(self.placed(self.embed(ids)))))
+
+
 LAST_NORM: dict[type[OneLayer], bool] = {
     OneLayer: True,
     ReadsTheFirstLayer: True,
@@ -121,6 +150,9 @@ LAST_NORM: dict[type[OneLayer], bool] = {
     PartsFromBefore: False,
     UnknownSocketBehind: True,
     UnknownThenAttention: True,
+    ReadsPlaces: True,
+    ReadsPlacesFirst: True,
+    ReadsPlacesTwice: False,
 }
 """Model -> whether its last norm may be left to the wanted rows."""
 

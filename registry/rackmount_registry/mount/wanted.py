@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from rackmount_registry.mount.trace import module_of
 from rackmount_registry.nn.linear import MergedLinear
 from rackmount_registry.nn.socket import Socket
-from rackmount_registry.step import Step
+from rackmount_registry.step import Step, wanted_rows
 
 POINTWISE = frozenset({operator.add, operator.sub, operator.mul, operator.truediv, operator.neg})
 
@@ -25,13 +25,13 @@ class Wanted(nn.Module):
         self.step = step
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = self.step.wanted
-        return x if rows is None else x.index_select(0, rows)
+        return wanted_rows(self.step, x)
 
 
 def keep_wanted(traced: fx.GraphModule, step: Step) -> None:
     """Cuts a traced model, before it is fused, down to the rows that `step` wants: behind the last
-    socket that is not `by_row`, or at its end where anything unknown follows that."""
+    socket that is not `by_row`, or at its end where anything unknown follows that. Marks sockets
+    behind the cut."""
     traced.add_submodule("wanted", Wanted(step))
     nodes = list(traced.graph.nodes)
     place, values = _early_cut(traced, nodes) or (nodes[-2], nodes[-1].all_input_nodes)
@@ -40,6 +40,9 @@ def keep_wanted(traced: fx.GraphModule, step: Step) -> None:
         with traced.graph.inserting_after(place):
             kept = traced.graph.call_module("wanted", (value,))
         value.replace_all_uses_with(kept, behind.__contains__)
+    for node in behind:
+        if isinstance(socket := module_of(traced, node), Socket):
+            socket.cut = True
     traced.graph.lint()
     traced.recompile()
 
@@ -67,6 +70,8 @@ def _early_cut(
         return None
     end = nodes.index(place) + 1
     behind = set(nodes[end:])
+    if {n.target for n in behind} & {n.target for n in nodes[:end] if n.op == "call_module"}:
+        return None  # a socket that is called on both sides
     values = [n for n in nodes[:end] if n in varying and not behind.isdisjoint(n.users)]
     if all(n in per_token and not _is_tuple(traced, n) for n in values):
         return place, values
