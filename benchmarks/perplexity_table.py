@@ -41,12 +41,12 @@ class Row:
 
 def rows_of(group_size: int) -> list[Row]:
     """The plain model first."""
-    weights = ("fp8-tensor", "fp8", "fp8-block", "int8", "int4")
+    weights = ("fp8-tensor", "fp8", "fp8-block", "int8", "int4", "int4-asym")
     return [
         Row(name="bfloat16"),
         *(
             Row(
-                name=f"{how} g{group_size}" if how == "int4" else how,
+                name=f"{how} g{group_size}" if how.startswith("int4") else how,
                 calibration={"weights": how, "kv_scales": "none", "group_size": group_size},
             )
             for how in weights

@@ -160,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--batch", type=int, default=32)
     args = parser.parse_args()
     start = time.perf_counter()

@@ -22,6 +22,8 @@ class Step(Protocol):
     """Integers [T]: place of each token in its sequence."""
     slots: Tensor
     """Integers [T]: where each token's KV goes; below 0 for padding."""
+    wanted: Tensor | None
+    """Integers [W]: the tokens whose hidden states are asked for; None for all."""
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Head norms, rotary and the KV write by `layer.store`, then attention.
@@ -30,12 +32,18 @@ class Step(Protocol):
         """
 
 
+def wanted_rows(step: Step, x: Tensor) -> Tensor:
+    """Of x [T, ...] the rows of the tokens that the step wants."""
+    return x if step.wanted is None else x.index_select(0, step.wanted)
+
+
 class ReferenceStep:
     """Whole sequences at once, no cache, float64-safe: the oracle for models, backends and
     quantization schemes."""
 
     def __init__(self) -> None:
         self.positions = self.slots = torch.empty(0, dtype=torch.int64)
+        self.wanted: Tensor | None = None
         self._lengths: list[int] = []
 
     def begin(self, lengths: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ class EagerDecodeGraphs:
         worker, runner = self.worker, self.worker._runner
         self.num_steps += 1
         padded = flat.padded(-(-flat.rows.size // 4) * 4, worker.batch.padding_row)
-        tensors, hidden = runner.hidden(padded)
+        tensors, hidden = runner.hidden(padded, of_all=True)
         graph = SimpleNamespace(hidden=hidden, sampling=SimpleNamespace())
 
         def sampling() -> None:

@@ -22,7 +22,10 @@ from rackmount import Engine
 from rackmount_registry.descriptors import ExpertKernel
 from rackmount_registry.nn import Experts
 
-NUM_TOKENS = 4096
+NUM_TOKENS = 16384
+TOLERANCE = 1.5e-3
+"""Of perplexities in bfloat16. Rounding moves a token's loss by 0.05 (root of the mean square, also
+between the two ways in which transformers runs experts), the mean of so many by 4e-4."""
 KERNELS = [
     offer.name
     for offer in plugins().offers(ExpertKernel)
@@ -64,7 +67,7 @@ def test_perplexity_in_bfloat16_equals_transformers(
     with engine_of("bfloat16", expert_kernel=kernel) as engine:
         ours = losses(engine, windows)
     assert len(ours) == NUM_TOKENS - len(windows)
-    assert perplexity(ours) == pytest.approx(perplexity(expected), rel=2e-3)
+    assert perplexity(ours) == pytest.approx(perplexity(expected), rel=TOLERANCE)
 
 
 def test_it_has_learnt(expected: Tensor) -> None:

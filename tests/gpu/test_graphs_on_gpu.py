@@ -139,7 +139,8 @@ def test_memory_is_what_was_asked_for(folder: Path) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_step_waits_for_the_gpu(folder: Path, backend: str) -> None:
     """Chunks, mixed steps small and large, decoding, and all that requests may ask for."""
-    with engine_of(folder, backend=backend, max_num_batched_tokens=320) as engine:
+    arguments = {"max_num_batched_tokens": 320, "enable_prefix_caching": False}
+    with engine_of(folder, backend=backend, **arguments) as engine:
         worker = engine.core.executor._program._worker
         execute, steps = worker.execute, []
 
@@ -151,15 +152,21 @@ def test_no_step_waits_for_the_gpu(folder: Path, backend: str) -> None:
                 torch.cuda.set_sync_debug_mode("default")
                 steps.append(plan.total_num_tokens)
 
-        params = [
+        asking = [
             greedy(9),
             greedy(12, logprobs=2, prompt_logprobs=1),
-            SamplingParams(temperature=0.8, seed=3, max_tokens=15, repetition_penalty=1.2),
+            SamplingParams(
+                temperature=0.8, seed=3, max_tokens=15, repetition_penalty=1.2, ignore_eos=True
+            ),
             greedy(7, logit_bias={7: 5.0}, min_tokens=2, allowed_token_ids=list(range(50))),
         ]
-        engine.generate(rows(50, 60, 55, 40), params)  # what is taken once may take its time
-        worker.execute = strictly
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch says that the mode is a prototype
-            engine.generate(rows(50, 60, 55, 40, seed=1), params)
-        assert len(steps) > 10
+        lengths = (48, 40, 45, 36, 44, 38, 41, 30)
+        for params in (asking * 2, [greedy(9)] * 8):
+            worker.execute = execute
+            engine.generate(rows(*lengths), params)  # what is taken once may take its time
+            worker.execute = strictly
+            steps.clear()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch says that the mode is a prototype
+                engine.generate(rows(*lengths, seed=1), params)
+            assert steps[0] == 320 and 256 > steps[1] > len(lengths) == steps[2]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.engines import assert_idle, distributions, greedy, rows, tiny_engine
+from tests.helpers.engines import assert_idle, distributions, greedy, rows, tiny_engine, tokens_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,12 +23,15 @@ def test_ranks_on_gpus_equal_one_in_this_process(
         pytest.skip(f"{tp} GPUs are needed")
     folder, _ = tiny_checkpoint(tmp_path, family, num_attention_heads=8)
     params = greedy(6, prompt_logprobs=97)
-    outputs = []
+    outputs, texts = [], []
     for executor, ranks in (("in-process", 1), ("multiprocess", tp)):
         arguments = {"executor": executor, "tp": ranks, "device": "cuda", "dtype": dtype}
-        with tiny_engine(folder, **arguments) as engine:
+        with tiny_engine(folder, max_num_batched_tokens=16, **arguments) as engine:
             outputs.append(engine.generate(rows(5, 21, 40), params))
+            # Chunks that end no prompt leave no row behind the last attention.
+            texts.append(tokens_of(engine, rows(40, 33), greedy(6)))
             assert_idle(engine)
+    assert dtype == "bfloat16" or texts[0] == texts[1]
     for one, many in zip(*outputs, strict=True):
         difference = distributions(many.prompt_logprobs[1:]) - distributions(
             one.prompt_logprobs[1:]

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tests.helpers.experts import FORMATS, defined_experts, expert_bundle, expert_tokens
 from tests.helpers.interpreter import last_program_first, mend_loops
 from torch import Tensor
 
@@ -13,7 +13,6 @@ from rackmount_moe.triton_experts import align, combine, experts, few, launches,
 from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.tuning import Plan, Tiling
 from rackmount_registry.experts import ExpertBundle, ExpertInput
-from rackmount_registry.formats import Weight
 
 NUM_EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 72, 40, 3
 HALF = 1e-3
@@ -29,16 +28,6 @@ PLANS = {
     "blocks, programs for several tiles": replace(
         BLOCKS, gate_up=replace(TILING, programs=3), down=replace(TILING, programs=2)
     ),
-}
-FORMATS = {
-    "dense": {},
-    "fp8_rows": {},
-    "fp8_blocks": {},
-    "int4_groups": {"group": 32},
-    "int4_groups of rows": {"group": 1000},
-    "int4_groups with zeros, in another order": {"group": 32, "zeros": True, "order": True},
-    "int8_groups": {"group": 32},
-    "int8_groups with zeros": {"group": 32, "zeros": True},
 }
 
 
@@ -56,69 +45,17 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module.torch, "empty", empty)
 
 
-def weight(name: str, parts: tuple[int, ...], columns: int) -> Weight:
-    """Random, of a size that keeps products near their inputs'."""
-    fmt, options = name.split()[0], FORMATS[name]
-    rows, size = sum(parts), (NUM_EXPERTS, sum(parts), columns)
-    if fmt == "dense":
-        return Weight(fmt, {"weight": torch.randn(size) / columns**0.5}, parts, columns)
-    if fmt.startswith("fp8"):
-        blocks = (sum(-(-part // 128) for part in parts), -(-columns // 128))
-        scales = torch.rand(NUM_EXPERTS, *((rows,) if fmt == "fp8_rows" else blocks)) + 0.5
-        values = (torch.randn(size) * 50).to(torch.float8_e4m3fn)
-        return Weight(fmt, {"values": values, "scales": scales / 300}, parts, columns)
-    group = min(options["group"], columns)
-    dims = (NUM_EXPERTS, rows, -(-columns // group))
-    levels = 16 if fmt == "int4_groups" else 256
-    tensors = {"scales": (torch.rand(dims) + 0.5) / levels / 2}
-    if levels == 16:
-        words = (NUM_EXPERTS, rows, -(-columns // 8))
-        tensors["values"] = torch.randint(-(2**31), 2**31, words, dtype=torch.int32)
-    else:
-        tensors["values"] = torch.randint(0, 256, size, dtype=torch.uint8)
-    if options.get("zeros"):
-        tensors["zeros"] = torch.randint(0, levels, dims, dtype=torch.uint8)
-    if options.get("order"):
-        tensors["order"] = torch.stack([torch.randperm(columns) for _ in range(NUM_EXPERTS)]).int()
-        tensors["order"][:, 3] = -1
-    return Weight(fmt, tensors, parts, columns, group=group)
-
-
-def bundle(name: str = "dense", hidden: int = HIDDEN, width: int = WIDTH) -> ExpertBundle:
-    return ExpertBundle(
-        gate_up=weight(name, (width, width), hidden), down=weight(name, (hidden,), width)
-    )
-
-
-def halved(layer: ExpertBundle) -> ExpertBundle:
-    """Dense weights in half precision."""
-
-    def half(each: Weight) -> Weight:
-        return replace(each, tensors={"weight": each.tensors["weight"].half()})
-
-    return ExpertBundle(gate_up=half(layer.gate_up), down=half(layer.down))
+def bundle(
+    name: str = "dense",
+    hidden: int = HIDDEN,
+    width: int = WIDTH,
+    dtype: torch.dtype = torch.float32,
+) -> ExpertBundle:
+    return expert_bundle(name, NUM_EXPERTS, hidden, width, dtype)
 
 
 def tokens(count: int, hidden: int = HIDDEN, dtype: torch.dtype = torch.float32) -> ExpertInput:
-    """Some choices are of other ranks, and expert 3 has no token."""
-    scores = torch.rand(count, NUM_EXPERTS)
-    scores[:, 3] = -1
-    ids = scores.topk(TOP_K).indices.int()
-    ids[torch.rand(ids.shape) < 0.2] = -1
-    x = torch.randn(count, hidden + 8).to(dtype)[:, 8:]
-    return ExpertInput(x=x, expert_ids=ids, weights=torch.rand(count, TOP_K))
-
-
-def defined(given: ExpertInput, layer: ExpertBundle) -> Tensor:
-    """One token and one expert at a time, in float64."""
-    gate_up, down = layer.gate_up.dequantize().double(), layer.down.dequantize().double()
-    out = torch.zeros_like(given.x, dtype=torch.float64)
-    for token, (ids, weights) in enumerate(zip(given.expert_ids, given.weights, strict=True)):
-        for expert, factor in zip(ids.tolist(), weights.tolist(), strict=True):
-            if expert >= 0:
-                gate, up = (gate_up[expert] @ given.x[token].double()).chunk(2)
-                out[token] += factor * (down[expert] @ (F.silu(gate) * up))
-    return out
+    return expert_tokens(count, NUM_EXPERTS, hidden, TOP_K, dtype)
 
 
 def run(plan: Plan, given: ExpertInput, layer: ExpertBundle, tolerance: float = 2e-6) -> Tensor:
@@ -127,7 +64,7 @@ def run(plan: Plan, given: ExpertInput, layer: ExpertBundle, tolerance: float = 
     prepared = kernel.prepare(layer)
     out = kernel.run(given, prepared)
     assert out.dtype == given.x.dtype
-    wide = defined(given, layer)
+    wide = defined_experts(given, layer)
     scale = float(wide.abs().max()) if wide.numel() else 0.0
     torch.testing.assert_close(out.double(), wide, rtol=tolerance * 10, atol=tolerance * scale)
     assert not prepared.arrivals.any()
@@ -138,8 +75,8 @@ def run(plan: Plan, given: ExpertInput, layer: ExpertBundle, tolerance: float = 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_sum_of_each_tokens_experts(name: str, plan: Plan) -> None:
     """Inputs are rounded to half precision between the products and after them, weights never."""
-    layer = bundle(name)
-    run(plan, tokens(3, dtype=torch.float16), halved(layer) if name == "dense" else layer, HALF)
+    half = torch.float16
+    run(plan, tokens(3, dtype=half), bundle(name, dtype=half), HALF)
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)

@@ -9,10 +9,13 @@ import torch
 
 from rackmount import Completion, RequestOutput, TextChunk
 from rackmount_registry.errors import ConfigError, RackmountError
+from rackmount_registry.experts import RouterState
+from rackmount_registry.nn import Axis, Experts, Routing
 from rackmount_tools.bench_interference import measure as measure_interference
 from rackmount_tools.bench_interference import warm_up
 from rackmount_tools.bench_latency import measure, measure_steady, numbers_of, ramp_len
 from rackmount_tools.clocks import DeviceClock, HostClock, clock_of_steps
+from rackmount_tools.experts_touched import distinct_experts
 
 PREFILL_S, STEP_S = 2.0, 0.25
 PROMPTS = [[1, 2, 3]] * 4
@@ -190,6 +193,10 @@ def test_latencies_stand_beside_their_floors(record_of: Callable[[str], dict[str
         assert row["share"] == pytest.approx(row["floor_ms"] / row["ms"])
         num_tokens = row["batch"] * (12 if row["phase"] == "prefill" else 1)
         assert row["tokens_per_s"] == pytest.approx(num_tokens / row["ms"] * 1e3)
+    for row in record["phases"]:
+        touched = row.get("distinct_by_layer")  # of 4 experts in one layer, 2 for each token
+        assert (touched is None) == (row["phase"] == "prefill")
+        assert touched is None or (touched == [2] if row["batch"] == 1 else 2 <= touched[0] <= 4)
     assert record["engine"]["arguments"]["enable_prefix_caching"] is False
     assert {"read_T", "copy_T", "matmul_T"} == set(record["ceilings"])
     assert {"torch", "numpy", "rackmount-core", "processor"} <= set(record["machine"])
@@ -199,3 +206,37 @@ def test_latencies_stand_beside_their_floors(record_of: Callable[[str], dict[str
 def test_a_pool_that_is_too_small_is_refused(record_of: Callable[[str], dict[str, Any]]) -> None:
     with pytest.raises(AssertionError, match=r"3 requests .* need \d+ KV blocks .* pool has 2"):
         record_of("latency --batch-sizes 3 --input-len 12 --output-len 5 --num-kv-blocks 2")
+
+
+class Routed(FakeEngine):
+    """Each step routes its tokens to the experts of the next entry."""
+
+    def __init__(self, timeline: Timeline, chosen: list[list[int]]) -> None:
+        super().__init__(timeline)
+        self.chosen = iter(chosen)
+        self.layer = Experts(4, Axis("experts", 8), Axis("expert_ffn", 4), Routing(top_k=2))
+        self.layer.state = RouterState.fresh(8, torch.device("cpu"))
+        draft = SimpleNamespace(sockets=[self.layer])
+        self.rack = SimpleNamespace(draft=draft, executor=SimpleNamespace(name="in-process"))
+
+    def stream(self, prompts: Any, params: Any) -> Iterator[TextChunk]:
+        for chunk in super().stream(prompts, params):
+            if chunk.prompt_index == 0:  # a step begins
+                self.layer.state.load[next(self.chosen)] += 1
+            yield chunk
+
+
+def test_experts_are_counted_in_steps_with_all_requests() -> None:
+    # Prompts begin in the first two steps, the first read is of the third, and the first answer
+    # ends in the sixth.
+    chosen = [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3], [2, 3, 4], [5, 6], [7]]
+    engine: Any = Routed(Timeline(), chosen)
+    assert distinct_experts(engine, PROMPTS[:2], 6) == [(3 + 2) / 2]
+
+
+def test_without_experts_or_in_other_processes_nothing_is_counted() -> None:
+    engine: Any = Routed(Timeline(), [])
+    engine.rack.executor.name = "multiprocess"
+    assert distinct_experts(engine, PROMPTS, 6) == []
+    engine.rack.executor.name, engine.rack.draft.sockets = "in-process", []
+    assert distinct_experts(engine, PROMPTS, 6) == []

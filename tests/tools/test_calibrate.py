@@ -117,7 +117,14 @@ def test_an_engine_caches_keys_and_values_in_fp8_with_them(
     assert 1e-4 < off < 0.15
 
 
-WEIGHTS = {"fp8": 0.03, "fp8-tensor": 0.03, "fp8-block": 0.03, "int8": 0.01, "int4": 0.1}
+WEIGHTS = {
+    "fp8": 0.03,
+    "fp8-tensor": 0.03,
+    "fp8-block": 0.03,
+    "int8": 0.01,
+    "int4": 0.1,
+    "int4-asym": 0.1,
+}
 """Name -> how far rounded weights are from the plain ones at most, relative to their size."""
 
 
@@ -161,7 +168,7 @@ def dequantized(
     return stored.finish(given, (rows,), shape[1]).dequantize()
 
 
-@pytest.mark.parametrize("weights", ["fp8", "fp8-tensor", "fp8-block", "int8", "int4"])
+@pytest.mark.parametrize("weights", ["fp8", "fp8-tensor", "fp8-block", "int8", "int4", "int4-asym"])
 def test_transformers_reads_the_same_weights(llama: Path, tmp_path: Path, weights: str) -> None:
     asked = {"weights": weights, "kv_scales": "none", "group_size": 32}
     tensors, config = calibrated(llama, tmp_path / "out", asked, text=None)

@@ -166,8 +166,12 @@ def _finish(
     COMPILED: tl.constexpr,
 ):
     """Writes a tile that is complete, or its part; who completes it adds the parts and writes."""
+    added = None
+    if residual is not None:  # on its way while the programs of a tile wait for each other
+        m, n = tl.arange(0, BLOCK_M)[None, :], tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+        added = tl.load(residual + m * residual_stride + n, mask=(m < M) & (n < N), other=0.0)
     if PARTS == 1:
-        _write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+        _write(acc, bias, added, out, M, N, tile, BLOCK_M, BLOCK_N, SILU_MUL)
     else:
         start = tile * blocks
         begin, end = start // share, (start + blocks - 1) // share
@@ -191,20 +195,17 @@ def _finish(
                     acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
                 tl.store(arrivals + tile, 0)
         if complete:
-            _write(
-                acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL
-            )
+            _write(acc, bias, added, out, M, N, tile, BLOCK_M, BLOCK_N, SILU_MUL)
 
 
 @triton.jit
 def _write(
     acc,
     bias,
-    residual,
+    added,
     out,
     M,
     N,
-    residual_stride,
     tile,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -227,6 +228,6 @@ def _write(
         if bias is not None:
             value += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)
     mask = (m < M) & (n < columns)
-    if residual is not None:
-        value += tl.load(residual + m * residual_stride + n, mask=mask, other=0.0).to(tl.float32)
+    if added is not None:
+        value += added.to(tl.float32)
     tl.store(out + m * columns + n, value.to(out.dtype.element_ty), mask=mask)

@@ -164,7 +164,7 @@ class MixedGraphs:
     def _capture_one(self, size: int) -> BrokenGraph:
         runner = self._runner
         flat = padding_step(np.array([size]), self._padding_row)
-        tensors, _ = runner.hidden(flat)  # compiles before it is captured
+        tensors, _ = runner.hidden(flat, of_all=True)  # compiles before it is captured
         pieces: list[Piece] = []
         graph = self._recorder.begin()
 

@@ -51,8 +51,8 @@ def profile(runner: Runner, sample: Sample, padding_row: int) -> Profile:
 
 
 def _run(runner: Runner, sample: Sample, flat: FlatBatch) -> None:
-    """A step whose requests all ask for penalties and logprobs."""
-    tensors, hidden = runner.hidden(flat)
+    """A step whose requests all ask for penalties and logprobs, of their prompts too."""
+    tensors, hidden = runner.hidden(flat, of_all=True)
     logits = runner.logits(hidden.index_select(0, tensors.logits_indices))
     del hidden
     sample(logits.clone(), tensors)  # as requests do that ask for nothing

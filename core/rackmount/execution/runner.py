@@ -63,15 +63,26 @@ class Runner:
         ]
         return sum(cache.nbytes for cache in self.step.caches)
 
-    def hidden(self, flat: FlatBatch) -> tuple[StepTensors, Tensor]:
-        """Runs the model eagerly: the step's tensors, and hidden states [T, hidden]."""
+    def hidden(self, flat: FlatBatch, *, of_all: bool) -> tuple[StepTensors, Tensor]:
+        """Runs the model eagerly: the step's tensors, and hidden states of all tokens, [T, hidden],
+        or of those that are sampled from, [S, hidden]."""
         tensors = self.buffers.load(flat)
-        self.plan(flat, tensors, is_static=False)
+        of_all = of_all or (flat.is_decode and flat.all_sample)
+        wanted = None if of_all else tensors.logits_indices
+        self.plan(flat, tensors, is_static=False, wanted=wanted)
         self.build(tensors)
         return tensors, self.forward(tensors)
 
-    def plan(self, flat: FlatBatch, tensors: StepTensors, *, is_static: bool) -> None:
-        """Host work of attention; see `AttentionBackend.plan`."""
+    def plan(
+        self,
+        flat: FlatBatch,
+        tensors: StepTensors,
+        *,
+        is_static: bool,
+        wanted: Tensor | None = None,
+    ) -> None:
+        """Begins the step that was loaded: the host's work of attention (see
+        `AttentionBackend.plan`), and the tokens whose hidden states are wanted."""
         choice = self.rack.attention
         offer = choice.decode if flat.is_decode else choice.prefill
         backend = self._decode if flat.is_decode else self._prefill
@@ -83,7 +94,8 @@ class Runner:
             on_device=tensors.tables if offer.descriptor.metadata == "device" else None,
             is_static=is_static,
         )
-        self.step.begin(tensors.positions, tensors.slots, backend, backend.plan(batch))
+        plan = backend.plan(batch)
+        self.step.begin(tensors.positions, tensors.slots, backend, plan, wanted)
 
     def build(self, tensors: StepTensors) -> None:
         """What the device adds to a step that was loaded. May be captured."""
@@ -98,7 +110,7 @@ class Runner:
         )
 
     def forward(self, tensors: StepTensors) -> Tensor:
-        """The planned and built step -> hidden states [T, hidden]. May be captured."""
+        """The planned and built step -> hidden states of the wanted tokens. May be captured."""
         return self.mounted.forward(tensors.token_ids)
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ def measure(runner: Runner, padding_row: int) -> tuple[int, Saturation]:
     counts = torch.zeros(len(caches), 2, dtype=torch.int64, device=rack.device)
     for _ in range(NUM_PROMPTS):
         ids = random.integers(rack.draft.vocab_size, size=length).astype(np.int32)
-        runner.hidden(replace(flat, token_ids=ids, slots=np.arange(length, dtype=np.int32)))
+        slots = np.arange(length, dtype=np.int32)
+        runner.hidden(replace(flat, token_ids=ids, slots=slots), of_all=True)
         counts += torch.stack([_at_the_end(cache[:, :length]) for cache in caches])
     for layer in rack.draft.experts:
         layer.state.load.zero_()  # these tokens are nobody's

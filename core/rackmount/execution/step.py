@@ -16,6 +16,7 @@ class PagedStep:
 
     def __init__(self, device: torch.device) -> None:
         self.positions = self.slots = torch.empty(0, dtype=torch.int32, device=device)
+        self.wanted: Tensor | None = None
         self.caches: list[Tensor] = []
         """One for each attention layer."""
         self.interrupt: Callable[[AttentionLayer, Tensor], Tensor] | None = None
@@ -23,10 +24,17 @@ class PagedStep:
         [T, H, D] will be found."""
         self._plan: Any = None
 
-    def begin(self, positions: Tensor, slots: Tensor, backend: AttentionBackend, plan: Any) -> None:
-        """What the next forward computes: int32 positions and slots [T], and what `backend` has
-        planned for it."""
-        self.positions, self.slots = positions, slots
+    def begin(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        backend: AttentionBackend,
+        plan: Any,
+        wanted: Tensor | None,
+    ) -> None:
+        """What the next forward computes: int32 positions and slots [T], what `backend` has planned
+        for it, and int32 [W] whose hidden states are wanted, None for all."""
+        self.positions, self.slots, self.wanted = positions, slots, wanted
         self.backend, self._plan = backend, plan
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -134,14 +134,17 @@ class Worker:
     def _run(self, plan: StepPlan, flat: FlatBatch) -> PendingStep:
         """A step whose sampling is eager, and the model too where it was not captured."""
         if self._mixed_graphs is not None and self._mixed_graphs.fits(flat):
+            of_all = True
             tensors, hidden = self._mixed_graphs.replay(flat)
         else:
-            tensors, hidden = self._runner.hidden(flat)
+            of_all = not self._prompt_rows.isdisjoint(plan.rows.tolist())
+            tensors, hidden = self._runner.hidden(flat, of_all=of_all)
         prompts = self._prompt_logprobs(plan, flat, hidden)
         if not flat.sample_rows.size:
             return PendingStep(self.batch, None, prompts, self._mark())
-        last = hidden.index_select(0, tensors.logits_indices)
-        token_ids, logprobs = self._sample(flat, tensors, last)
+        if of_all:
+            hidden = hidden.index_select(0, tensors.logits_indices)
+        token_ids, logprobs = self._sample(flat, tensors, hidden)
         return self._pend(flat, token_ids, logprobs, prompts)
 
     def _draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:

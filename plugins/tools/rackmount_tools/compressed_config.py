@@ -31,6 +31,10 @@ ROUNDINGS: Mapping[str, Mapping[str, Any]] = {
         "format": "pack-quantized",
         "weights": INTEGERS | {"num_bits": 4, "strategy": "group"},
     },
+    "int4-asym": {
+        "format": "pack-quantized",
+        "weights": INTEGERS | {"num_bits": 4, "strategy": "group", "symmetric": False},
+    },
 }
 """Name -> how weights are stored, and what of the inputs has a scale where they are rounded while
 the model runs; without "inputs" they stay as they are."""

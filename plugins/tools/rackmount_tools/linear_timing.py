@@ -14,6 +14,7 @@ from rackmount_registry.descriptors import LinearKernel
 from rackmount_registry.formats import EPILOGUES, PROLOGUES, Rounded, Weight
 from rackmount_registry.mount import Draft, random_weight
 from rackmount_registry.mount.fuse import fuse
+from rackmount_registry.mount.trace import trace
 from rackmount_registry.nn import Linear, MergedLinear, OutputHead
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.options import instantiate
@@ -39,7 +40,9 @@ def products_of(draft: Draft) -> list[Product]:
     gemms = list(_gemms(draft))
     for gemm in gemms:
         gemm.epilogues, gemm.prologues = EPILOGUES, PROLOGUES
-    prologues = _prologues(fuse(draft.model))
+    traced = trace(draft.model)
+    fuse(traced)
+    prologues = _prologues(traced)
     found: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
         weight, prologue = gemm.weight, prologues.get(id(gemm))

@@ -8,6 +8,8 @@ from torch import Tensor, fx
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.mount.fuse import fuse
 from rackmount_registry.mount.parts import Parts
+from rackmount_registry.mount.trace import trace
+from rackmount_registry.mount.wanted import keep_wanted
 from rackmount_registry.nn.socket import Binding
 from rackmount_registry.step import Step
 
@@ -21,7 +23,8 @@ class Mounted:
     fused: fx.GraphModule
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids int64 [T] of the current step -> hidden states [T, hidden]."""
+        """ids [T] of the current step -> hidden states [W, hidden] of the tokens that it wants (see
+        `Step.wanted`), of all T where it names none."""
         hidden: Tensor = self.fused(ids)
         return hidden
 
@@ -49,4 +52,7 @@ def assemble(
     )
     for socket in draft.sockets:
         socket.bind(binding)
-    return Mounted(draft=draft, device=device, fused=fuse(draft.model))
+    traced = trace(draft.model)
+    keep_wanted(traced, step)
+    fuse(traced)
+    return Mounted(draft=draft, device=device, fused=traced)

@@ -1,4 +1,4 @@
-"""Trace once, fuse along the edges: textbook code in, fused step out.
+"""Fuse a traced model along its edges: textbook code in, fused step out.
 
 The edges:
 - a sum that a norm reads becomes one `add_rms_norm`. Where one side of the sum comes from a
@@ -15,18 +15,12 @@ from torch import Tensor, fx, nn
 
 from rackmount_registry.axes import Group
 from rackmount_registry.formats import Rounded
+from rackmount_registry.mount.trace import module_of
 from rackmount_registry.nn.linear import Gemm, Linear, MergedLinear
 from rackmount_registry.nn.mlp import SiluMul
 from rackmount_registry.nn.norm import Norm
 from rackmount_registry.nn.param import Param
 from rackmount_registry.nn.socket import Socket, reduce_over
-
-
-class SocketTracer(fx.Tracer):
-    """Sockets are leaves; everything else is read through."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, Socket)
 
 
 class ReduceAddNorm(nn.Module):
@@ -81,21 +75,18 @@ class GemmSiluMul(nn.Module):
         return self.gemm.silu_mul(x)
 
 
-def fuse(model: nn.Module) -> fx.GraphModule:
-    """The fused step of `model`, whose sockets are bound. Marks sockets whose reduction has moved
-    as `deferred`."""
-    graph = SocketTracer().trace(model)
-    traced = fx.GraphModule(model, graph)
-    for number, node in enumerate(list(graph.nodes)):
+def fuse(traced: fx.GraphModule) -> None:
+    """Fuses a traced model, whose sockets are bound. Marks sockets whose reduction has moved as
+    `deferred`."""
+    for number, node in enumerate(list(traced.graph.nodes)):
         if _adds_rows(traced, node) and (norm := _first_norm(traced, node)) is not None:
             _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
         elif (merged := _activated_product(traced, node)) is not None:
             _fuse_silu_mul(traced, merged, node, f"gemm_silu_mul_{number}")
-    for node in graph.nodes:
+    for node in traced.graph.nodes:
         _round_for_reader(traced, node)
-    graph.lint()
+    traced.graph.lint()
     traced.recompile()
-    return traced
 
 
 def _adds_rows(traced: fx.GraphModule, node: fx.Node) -> bool:
@@ -105,20 +96,16 @@ def _adds_rows(traced: fx.GraphModule, node: fx.Node) -> bool:
     return all(
         isinstance(arg, fx.Node)
         and arg.op != "get_attr"
-        and not isinstance(_module(traced, arg), Param)
+        and not isinstance(module_of(traced, arg), Param)
         for arg in node.args
     )
 
 
 def _first_norm(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     for user in node.users:
-        if type(_module(traced, user)) is Norm:  # a subclass may compute something else
+        if type(module_of(traced, user)) is Norm:  # a subclass may compute something else
             return user
     return None
-
-
-def _module(traced: fx.GraphModule, node: fx.Node) -> nn.Module | None:
-    return traced.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, name: str) -> None:
@@ -126,7 +113,7 @@ def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, nam
     assert isinstance(residual, fx.Node) and isinstance(x, fx.Node)
     if _reduces_here(traced, residual, add) or _gemm_that_adds(traced, residual, add):
         residual, x = x, residual
-    norm = _module(traced, norm_node)
+    norm = module_of(traced, norm_node)
     assert isinstance(norm, Norm)
     product: fx.Node | None = None
     fused: nn.Module = ReduceAddNorm(norm, ())
@@ -134,7 +121,7 @@ def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, nam
         product, fused = x, GemmAddNorm(gemm, norm)
         (x,) = product.args
     elif _reduces_here(traced, x, add):
-        producer = _module(traced, x)
+        producer = module_of(traced, x)
         assert isinstance(producer, Socket)
         producer.deferred = True
         fused = ReduceAddNorm(norm, producer.pending)
@@ -154,7 +141,7 @@ def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, nam
 def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
     """Whether `node` is a socket's share of a sum that `add` alone reads, and once. `deferred`
     holds for every call of the socket, so this must be its only one."""
-    producer = _module(traced, node)
+    producer = module_of(traced, node)
     if not isinstance(producer, Socket) or not producer.pending:
         return False
     calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
@@ -163,7 +150,7 @@ def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
 
 def _gemm_that_adds(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> Gemm | None:
     """The product that `node` is, where `add` alone reads it and its kernel can add."""
-    producer = _module(traced, node)
+    producer = module_of(traced, node)
     if type(producer) is not Linear or producer.pending or not _read_once(node, add):
         return None
     return producer.gemm if "add" in producer.gemm.epilogues else None
@@ -176,7 +163,7 @@ def _read_once(node: fx.Node, reader: fx.Node) -> bool:
 def _activated_product(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     """The merged product whose two parts, read by nothing else, are what the activation `node`
     takes in order, if the kernel can do the activation."""
-    if type(_module(traced, node)) is not SiluMul:
+    if type(module_of(traced, node)) is not SiluMul:
         return None
     parts = node.args
     if any(
@@ -188,7 +175,7 @@ def _activated_product(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
     product = sources[0][0]
     if sources != [(product, 0), (product, 1)] or not isinstance(product, fx.Node):
         return None
-    merged = _module(traced, product)
+    merged = module_of(traced, product)
     if type(merged) is not MergedLinear or len(merged.gemms) != 1 or len(product.users) != 2:
         return None
     gemm = merged.gemms[0]
@@ -197,7 +184,7 @@ def _activated_product(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
 
 
 def _fuse_silu_mul(traced: fx.GraphModule, merged: fx.Node, act: fx.Node, name: str) -> None:
-    socket = _module(traced, merged)
+    socket = module_of(traced, merged)
     assert isinstance(socket, MergedLinear)
     traced.add_submodule(name, GemmSiluMul(socket.gemms[0]))
     with traced.graph.inserting_after(act):
@@ -210,7 +197,7 @@ def _fuse_silu_mul(traced: fx.GraphModule, merged: fx.Node, act: fx.Node, name: 
 
 def _round_for_reader(traced: fx.GraphModule, node: fx.Node) -> None:
     """Tells the module behind `node` which product alone reads it, if that one can round it."""
-    module, result = _module(traced, node), node
+    module, result = module_of(traced, node), node
     match module:
         case ReduceAddNorm() | GemmAddNorm():
             prologue = "norm"
@@ -231,7 +218,7 @@ def _sole_reader(traced: fx.GraphModule, node: fx.Node) -> Gemm | None:
     if len(node.users) != 1:
         return None
     (user,) = node.users
-    match _module(traced, user):
+    match module_of(traced, user):
         case MergedLinear(gemms=[gemm]):
             return gemm
         case Linear(gemm=gemm) | GemmSiluMul(gemm=gemm):

@@ -16,6 +16,7 @@ class Embedding(Socket):
     """ids int64 [T] -> rows [T, size]."""
 
     uses = frozenset({"embedding"})
+    by_row = True
 
     def __init__(self, vocab: Axis, size: int) -> None:
         super().__init__()

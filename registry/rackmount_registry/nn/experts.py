@@ -20,6 +20,7 @@ from rackmount_registry.formats import DENSE, StoredFormat
 from rackmount_registry.nn.mlp import GatedMLP
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, Piece, Source, Storage, StoredWeight
+from rackmount_registry.step import wanted_rows
 
 
 class Experts(Socket):
@@ -37,6 +38,7 @@ class Experts(Socket):
     """
 
     uses = frozenset({"gate"})
+    by_row = True
     kernel: ExpertKernel
     dispatcher: TokenDispatcher
     state: RouterState
@@ -196,8 +198,9 @@ class Experts(Socket):
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.tensor if self.bias is not None else None
+        slots = wanted_rows(self.step, self.step.slots) if self.cut else self.step.slots
         expert_ids, weights = self.ops.gate(
-            x, self.router, self.routing, bias, self.step.slots, self.state
+            x, self.router, self.routing, bias, slots, self.state
         )
         given = self.dispatcher.dispatch(x, expert_ids, weights)
         return self.reduced(self.dispatcher.combine(self.kernel.run(given, self.prepared), given))

@@ -105,6 +105,8 @@ class MergedLinear(Socket):
     of one tensor.
     """
 
+    by_row = True
+
     def __init__(
         self, in_extent: int | Axis, parts: Mapping[str, int | Axis], *, bias: bool = False
     ) -> None:
@@ -160,6 +162,8 @@ class MergedLinear(Socket):
 class Linear(Socket):
     """One projection x [T, in] -> [T, out]; a split input makes it row-parallel, its output a sum
     over the ranks."""
+
+    by_row = True
 
     def __init__(
         self, in_extent: int | Axis, out_extent: int | Axis, *, bias: bool = False

@@ -12,6 +12,7 @@ class SiluMul(Socket):
     """silu(gate) * up."""
 
     uses = frozenset({"silu_mul"})
+    by_row = True
     reader: Gemm | None = None
     """The product that alone reads the result, and can round it; set by the mount."""
 

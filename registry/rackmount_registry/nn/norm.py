@@ -14,6 +14,7 @@ class Norm(Socket):
     """RMSNorm over `size` features that never split: x [T, size] -> the same."""
 
     uses = frozenset({"rms_norm", "add_rms_norm"})
+    by_row = True
     reader: Gemm | None = None
     """The product that alone reads the result, and can round it; set by the mount."""
 

@@ -68,6 +68,13 @@ class Socket(nn.Module):
 
     uses: ClassVar[frozenset[str]] = frozenset()
     """Operations (see `ops.OPS`) that it calls: no others are bound."""
+    by_row: ClassVar[bool] = False
+    """Each row of the output follows from the same row of the inputs alone, whichever and however
+    many the others are. Behind the last socket of which that is not true, the mount leaves out the
+    tokens whose hidden states nobody wants."""
+    cut: bool = False
+    """It gets the rows of the tokens that the step wants alone, and so must whatever of the step's
+    it reads by row (see `step.wanted_rows`); set by the mount."""
     path: str = ""
     """Place in the model, e.g. "model.layers.0.self_attn.qkv"."""
     pending: tuple[Group, ...] = ()

@@ -1,0 +1,156 @@
+"""The Triton expert kernel, compiled: against float64, in every format and plan."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.helpers.experts import FORMATS, defined_experts, expert_bundle, expert_tokens
+from torch import Tensor
+
+from rackmount_moe.triton_experts import align, experts, launches
+from rackmount_moe.triton_experts.experts import TritonExperts
+from rackmount_moe.triton_experts.launches import Prepared
+from rackmount_moe.triton_experts.tuning import BUCKETS, MAX_FEW, Plan, Tiling
+from rackmount_registry.experts import ExpertBundle, ExpertInput
+
+pytestmark = pytest.mark.gpu
+
+ROUNDING = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Error relative to the norm."""
+FLAT = Tiling(block_n=64, block_k=64, stages=4, warps=4)
+WIDE = Tiling(block_n=128, block_k=64, stages=3, warps=8)
+PLANS = {
+    "few": Plan(FLAT, FLAT, parts=4, prefetch=2),
+    "few, undivided": Plan(FLAT, WIDE),
+    "few, narrow": Plan(replace(FLAT, block_n=32), replace(FLAT, block_n=16), parts=2),
+    "blocks of 16": Plan(FLAT, FLAT, block_m=16),
+    "blocks of 32, programs for several tiles": Plan(
+        replace(FLAT, programs=2), replace(WIDE, programs=1), block_m=32
+    ),
+    "blocks of 64": Plan(WIDE, FLAT, block_m=64),
+    "blocks of 128": Plan(replace(WIDE, block_n=256), WIDE, block_m=128),
+}
+TMA = {
+    "blocks of 16, by TMA": Plan(replace(WIDE, tma=True), replace(FLAT, tma=True), block_m=16),
+    "blocks of 128, by TMA": Plan(replace(WIDE, tma=True), replace(WIDE, tma=True), block_m=128),
+}
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody writes is not a number, or no slot."""
+    torch.manual_seed(0)
+
+    def empty(*size: object, dtype: torch.dtype, **options: object) -> Tensor:
+        value = torch.nan if dtype.is_floating_point else 1 << 30
+        return torch.full(*size, value, dtype=dtype, **options)
+
+    for module in (experts, launches, align):
+        monkeypatch.setattr(module.torch, "empty", empty)
+
+
+def on_gpu(given: ExpertInput) -> ExpertInput:
+    return ExpertInput(
+        x=given.x.cuda(), expert_ids=given.expert_ids.cuda(), weights=given.weights.cuda()
+    )
+
+
+def prepare(layer: ExpertBundle, plan: Plan | None) -> Prepared:
+    """With a plan for any number of tokens, or as `choose` says."""
+    moved = (
+        replace(each, tensors={name: tensor.cuda() for name, tensor in each.tensors.items()})
+        for each in (layer.gate_up, layer.down)
+    )
+    bundle = ExpertBundle(gate_up=next(moved), down=next(moved))
+    kernel = TritonExperts(lambda *_: plan) if plan is not None else TritonExperts()
+    return kernel.prepare(bundle)
+
+
+def check(prepared: Prepared, layer: ExpertBundle, count: int, dtype: torch.dtype) -> None:
+    hidden, num_experts = layer.down.out_features, len(layer.down.dequantize())
+    given = expert_tokens(count, num_experts, hidden, 4, dtype)
+    out = TritonExperts().run(on_gpu(given), prepared)
+    wide = defined_experts(given, layer)
+    assert out.dtype == dtype and not prepared.arrivals.any()
+    assert (out.cpu().double() - wide).norm() <= ROUNDING[dtype] * wide.norm()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_and_plan_gives_the_sum_of_each_tokens_experts(
+    name: str, plan: Plan, dtype: torch.dtype
+) -> None:
+    layer = expert_bundle(name, 9, 320, 136, dtype)
+    prepared = prepare(layer, plan)
+    for count in (0, 1, 5, 16) if not plan.block_m else (1, 33, 300):
+        check(prepared, layer, count, dtype)
+
+
+@pytest.mark.parametrize("plan", TMA.values(), ids=TMA)
+def test_tma_reads_the_same_weights(plan: Plan) -> None:
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no tensor memory accelerator")
+    layer = expert_bundle("dense", 9, 320, 136, torch.bfloat16)
+    for count in (1, 33, 300):
+        check(prepare(layer, plan), layer, count, torch.bfloat16)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(("hidden", "width"), [(16, 16), (50, 7), (130, 200)])
+def test_sizes_need_not_fill_tiles(plan: Plan, hidden: int, width: int) -> None:
+    layer = expert_bundle("dense", 5, hidden, width, torch.bfloat16)
+    for count in (1, 7):
+        check(prepare(layer, plan), layer, count, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_chosen_plans_give_the_sum(name: str) -> None:
+    layer = expert_bundle(name, 16, 256, 128, torch.bfloat16)
+    prepared = prepare(layer, None)
+    for count in (1, 2, 3, 7, 8, 9, 17, 64, 256, 1000):
+        check(prepared, layer, count, torch.bfloat16)
+
+
+@pytest.mark.parametrize("count", [1, MAX_FEW, 100, 3000])
+def test_a_chain_in_a_graph_gives_the_same_bits_each_time(count: int) -> None:
+    """Each layer reads the one before, which may still be running as its kernels start."""
+    layers = [
+        prepare(expert_bundle("dense", 16, 256, 128, torch.bfloat16), plan)
+        for plan in (*([PLANS["few"]] * 3 if count <= MAX_FEW else ()), None, None, None)
+    ]
+    kernel, given = TritonExperts(), on_gpu(expert_tokens(count, 16, 256, 4, torch.bfloat16))
+
+    def run() -> list[Tensor]:
+        outs = [given.x.contiguous()]
+        for layer in layers:
+            outs.append(outs[0] + kernel.run(replace(given, x=outs[-1]), layer))
+        return outs
+
+    wanted = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for _ in range(100):
+        graph.replay()
+        assert all(map(torch.equal, outs, wanted))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_a_token_gets_the_same_whatever_the_others_hold(plan: Plan) -> None:
+    prepared = prepare(expert_bundle("dense", 9, 320, 136, torch.bfloat16), plan)
+    kernel, given = TritonExperts(), on_gpu(expert_tokens(9, 9, 320, 4, torch.bfloat16))
+    out = kernel.run(given, prepared)
+    given.x[:4], given.x[5:] = torch.nan, torch.inf
+    assert torch.equal(kernel.run(given, prepared)[4], out[4])
+
+
+def test_the_first_run_compiles_for_any_number_of_tokens() -> None:
+    layer = expert_bundle("dense", 5, 64, 48, torch.bfloat16)
+    prepared, kernel = prepare(layer, None), TritonExperts()
+    kernel.run(on_gpu(expert_tokens(1, 5, 64, 2, torch.bfloat16)), prepared)
+    known = sum(len(cache[0]) for cache in experts.product_kernel.device_caches.values())
+    for count in BUCKETS[:10]:
+        kernel.run(on_gpu(expert_tokens(count, 5, 64, 2, torch.bfloat16)), prepared)
+    later = sum(len(cache[0]) for cache in experts.product_kernel.device_caches.values())
+    assert known == later
