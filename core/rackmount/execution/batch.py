@@ -11,8 +11,8 @@ from rackmount.scheduling.ranges import spread
 
 @dataclass(slots=True, kw_only=True)
 class FlatBatch:
-    """One step as the model sees it: T tokens of R requests, one request after another, of which S
-    sample. Arrays are int32.
+    """One step as the model sees it: T tokens of R requests, of which S sample. Requests lie one
+    after another, those of one token first. Arrays are int32.
 
     They may be views of ones that the batch keeps: read them before the next step, and write to
     none. Those by token come first: in the step's buffers their places then follow from T alone.
@@ -41,6 +41,13 @@ class FlatBatch:
     def is_decode(self) -> bool:
         """Whether every request has one token."""
         return self.token_ids.size == self.rows.size
+
+    @property
+    def num_single(self) -> int:
+        """Requests of one token."""
+        if self.is_decode:
+            return int(self.rows.size)
+        return int(np.count_nonzero(np.diff(self.query_start_loc) == 1))
 
     @property
     def all_sample(self) -> bool:

@@ -9,7 +9,6 @@ from torch import Tensor
 from rackmount.device import upload, upload_into
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.scheduling.plan import StepPlan
-from rackmount_registry.attention import DeviceTables
 
 ALIGNMENT = 32
 """In int32: sections begin where wide loads may."""
@@ -30,14 +29,6 @@ class StepTensors:
     sample_positions: Tensor
     block_table: Tensor
     """[R, max blocks]: filled by the op `build_batch`."""
-
-    @property
-    def tables(self) -> DeviceTables:
-        return DeviceTables(
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-        )
 
 
 class StepBuffers:

@@ -9,7 +9,8 @@ class ExpertLoad(msgspec.Struct, frozen=True, array_like=True):
 
     layer: str
     tokens: np.ndarray
-    """int64 [experts]: how many tokens chose each."""
+    """int64 [experts]: how many tokens chose each, of those that the layer computed: the last one
+    leaves out what nobody reads, most of a prompt."""
 
     @property
     def num_used(self) -> int:

@@ -7,15 +7,18 @@ from torch import Tensor
 
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.buffers import StepBuffers, StepTensors
-from rackmount.execution.step import PagedStep
+from rackmount.execution.step import PagedStep, Part
 from rackmount.rack import Rack
 from rackmount_registry.attention import (
     CACHE_LAYOUTS,
     AttentionBackend,
     AttentionBatch,
     AttentionContext,
+    DeviceTables,
 )
+from rackmount_registry.descriptors import AttentionBackend as BackendDescriptor
 from rackmount_registry.mount import Mounted
+from rackmount_registry.offers import Offer
 from rackmount_registry.ops import Ops
 from rackmount_registry.options import instantiate
 
@@ -83,19 +86,54 @@ class Runner:
     ) -> None:
         """Begins the step that was loaded: the host's work of attention (see
         `AttentionBackend.plan`), and the tokens whose hidden states are wanted."""
+        # Two backends: each does its own kind of request, in steps of both kinds too.
+        single = 0 if self._decode is self._prefill and not flat.is_decode else flat.num_single
+        num_requests, num_tokens = flat.rows.size, int(flat.query_start_loc[-1])
         choice = self.rack.attention
-        offer = choice.decode if flat.is_decode else choice.prefill
-        backend = self._decode if flat.is_decode else self._prefill
-        batch = AttentionBatch(
-            query_start_loc=flat.query_start_loc,
-            seq_lens=flat.seq_lens,
-            rows=flat.rows,
+        parts = [
+            Part(
+                backend, backend.plan(self._part(flat, tensors, requests, offer, is_static)), tokens
+            )
+            for backend, offer, requests, tokens in (
+                (self._decode, choice.decode, slice(0, single), slice(0, single)),
+                (
+                    self._prefill,
+                    choice.prefill,
+                    slice(single, num_requests),
+                    slice(single, num_tokens),
+                ),
+            )
+            if requests.start < requests.stop
+        ]
+        self.step.begin(tensors.positions, tensors.slots, parts, wanted)
+
+    def _part(
+        self,
+        flat: FlatBatch,
+        tensors: StepTensors,
+        requests: slice,
+        offer: Offer[BackendDescriptor],
+        is_static: bool,
+    ) -> AttentionBatch:
+        """Some of a step's requests, as the backend of `offer` sees them."""
+        places = slice(requests.start, requests.stop + 1)
+        first = int(flat.query_start_loc[requests.start])
+        tables = None
+        if offer.descriptor.metadata == "device":
+            starts = tensors.query_start_loc[places]
+            tables = DeviceTables(
+                query_start_loc=starts - first if first else starts,
+                seq_lens=tensors.seq_lens[requests],
+                block_table=tensors.block_table[requests],
+            )
+        return AttentionBatch(
+            query_start_loc=flat.query_start_loc[places] - first,
+            seq_lens=flat.seq_lens[requests],
+            rows=flat.rows[requests],
             block_table=self._batch.block_table,
-            on_device=tensors.tables if offer.descriptor.metadata == "device" else None,
+            on_device=tables,
             is_static=is_static,
         )
-        plan = backend.plan(batch)
-        self.step.begin(tensors.positions, tensors.slots, backend, plan, wanted)
 
     def build(self, tensors: StepTensors) -> None:
         """What the device adds to a step that was loaded. May be captured."""

@@ -230,7 +230,7 @@ class Worker:
         pieces: dict[str, tuple[int, int, list[LogprobTensors]]] = {}
         if not self._prompt_rows:
             return pieces
-        for index, row in enumerate(plan.rows.tolist()):
+        for index, row in enumerate(flat.rows.tolist()):
             if row not in self._prompt_rows:
                 continue
             request_id, sampling = self._requests[row]

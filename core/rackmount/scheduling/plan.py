@@ -44,7 +44,8 @@ class StepPlan(msgspec.Struct, array_like=True, gc=False, tag=True):
     grown: list[Growth]
     """Per KV group."""
     rows: np.ndarray
-    """int32 [R]: the rows that compute, in the order of the flat batch."""
+    """int32 [R]: the rows that compute, in the order of the flat batch: those of one token first,
+    since attention may serve these by another backend."""
     num_tokens: np.ndarray
     """int32 [R], each at least 1: tokens that the row computes."""
     samples: np.ndarray

@@ -158,6 +158,10 @@ class Scheduler:
             rows, starts, counts = rows[active], starts[active], counts[active]
         if not rows.size:
             return None
+        total = int(counts.sum())
+        if total > rows.size > 1:
+            order = np.argsort(counts > 1, kind="stable")
+            rows, starts, counts = rows[order], starts[order], counts[order]
         plan = StepPlan(
             released=self._released,
             admitted=admitted,
@@ -165,7 +169,7 @@ class Scheduler:
             rows=rows.astype(np.int32),
             num_tokens=counts.astype(np.int32),
             samples=starts + counts == table.num_tokens[rows],
-            total_num_tokens=int(counts.sum()),
+            total_num_tokens=total,
         )
         self._released = []
         self._launch(plan, rows, starts + counts)
