@@ -1,11 +1,12 @@
-"""What this distribution offers: the reference expert kernel, fused ones in Triton, and the
-dispatcher without communication."""
+"""What this distribution offers: the reference expert kernel, fused ones in Triton, a router in
+Triton, and the dispatcher without communication."""
 
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
-from rackmount_registry.descriptors import ExpertKernel, Requirement, TokenDispatcher
+from rackmount_registry.descriptors import ExpertKernel, OpSet, Requirement, TokenDispatcher
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+TRITON = (Requirement(module="triton", install="pip install 'triton>=3.6'"),)
 
 
 @hookimpl
@@ -22,7 +23,7 @@ def expert_kernels() -> list[ExpertKernel]:
             name="triton",
             factory="rackmount_moe.triton_experts.experts:TritonExperts",
             summary="both products fused with what is around them; weights stay packed",
-            requires=(Requirement(module="triton", install="pip install 'triton>=3.6'"),),
+            requires=TRITON,
             band="portable",
             graph_safe=True,
             cells=(
@@ -45,6 +46,28 @@ def expert_kernels() -> list[ExpertKernel]:
 
 
 @hookimpl
+def op_sets() -> list[OpSet]:
+    return [
+        OpSet(
+            name="triton-router",
+            factory="rackmount_moe.triton_router.router:TRITON_ROUTER",
+            summary="logits and choice of experts in one kernel for few tokens, in two for many",
+            requires=TRITON,
+            band="portable",
+            graph_safe=True,
+            ops=("gate",),
+            cells=(
+                Cell(
+                    devices=("cuda",),
+                    compute_capability=(8, 0),
+                    dtypes=("float32", "bfloat16", "float16"),
+                ),
+            ),
+        )
+    ]
+
+
+@hookimpl
 def token_dispatchers() -> list[TokenDispatcher]:
     return [
         TokenDispatcher(
@@ -52,6 +75,7 @@ def token_dispatchers() -> list[TokenDispatcher]:
             factory="rackmount_moe.local:LocalDispatcher",
             summary="every rank computes its own experts for all tokens; outputs are summed",
             band="reference",
+            graph_safe=True,
             layout="contiguous",
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES),),
         )
