@@ -75,6 +75,9 @@ class EngineConfig:
     scheduling_policy: str = "fcfs"
     """"fcfs", or "priority": lower numbers first."""
     enable_prefix_caching: bool = True
+    enable_mixed_steps: bool = True
+    """Compute prompts beside tokens that are decoded; otherwise first, by themselves: batches then
+    decode in full, for more tokens a second, and answers pause while prompts arrive."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
     async_scheduling: bool | None = None

@@ -35,6 +35,30 @@ def test_running_requests_come_before_waiting_ones() -> None:
     assert counts_of_step(scheduler) == {"a": 1, "b": 1}
 
 
+def test_prompts_come_first_and_by_themselves_where_steps_are_not_mixed() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=5, enable_mixed_steps=False)
+    scheduler.add(request_of("a", range(3)))
+    assert counts_of_step(scheduler) == {"a": 3}
+    scheduler.add(request_of("b", range(9)))
+    assert counts_of_step(scheduler) == {"b": 5}
+    scheduler.add(request_of("c", range(3)))
+    assert counts_of_step(scheduler) == {"b": 4, "c": 1}
+    assert counts_of_step(scheduler) == {"c": 2}
+    assert counts_of_step(scheduler) == {"a": 1, "b": 1, "c": 1}
+
+
+def test_a_prompt_waits_for_decoding_where_it_would_take_its_last_blocks() -> None:
+    scheduler = scheduler_of(
+        max_num_batched_tokens=16, num_blocks=4, block_size=4, enable_mixed_steps=False
+    )
+    scheduler.add(request_of("a", range(4), max_tokens=4))
+    assert counts_of_step(scheduler) == {"a": 4}
+    scheduler.add(request_of("b", range(5, 16), max_tokens=2))
+    # b's three blocks are there, and a, which decodes, may need the last one.
+    assert counts_of_step(scheduler) == {"a": 1}
+    assert [counts_of_step(scheduler) for _ in range(3)] == [{"a": 1}, {"a": 1}, {"b": 11}]
+
+
 def test_a_long_prompt_takes_no_more_than_its_threshold() -> None:
     scheduler = scheduler_of(long_prefill_token_threshold=6)
     scheduler.add(request_of("long", range(15)))

@@ -90,6 +90,7 @@ def loads(draw: st.DrawFn) -> tuple[SchedulerConfig, list[Arrival]]:
         long_prefill_token_threshold=draw(st.sampled_from([0, 0, 1, 3, block_size])),
         policy=draw(st.sampled_from(["fcfs", "priority"])),
         enable_prefix_caching=draw(st.booleans()),
+        enable_mixed_steps=draw(st.booleans()),
     )
     stem = draw(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=40, max_size=40))
     longest = min(max_model_len - 1, config.num_kv_tokens)

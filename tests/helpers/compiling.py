@@ -1,8 +1,8 @@
 """Kernels compiled for a GPU that need not be there. Run as a program, in a process of its own: the
 tests' own interprets kernels.
 
-Usage: python -m tests.helpers.compiling FORMAT GROUP BLOCK_N WARPS: prints the PTX of
-`few_rows_kernel` for compute capability 9.0, 16 tokens in bfloat16, [4096, 4096].
+Usage: python -m tests.helpers.compiling FORMAT GROUP TOKENS BLOCK_N WARPS: prints the PTX of
+`few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
 """
 
 import sys
@@ -25,7 +25,7 @@ TYPES = {
     torch.float16: "*fp16",
     torch.float32: "*fp32",
     torch.int32: "*i32",
-    torch.uint8: "*u8",
+    torch.int16: "*i16",
 }
 
 
@@ -48,7 +48,7 @@ def ptx_of(kernel: Any, arguments: dict[str, Any], capability: int) -> str:
     return triton.compile(source, target=target, options=options).asm["ptx"]
 
 
-def main(form: str, group: int, block_n: int, warps: int) -> None:
+def main(form: str, group: int, tokens: int, block_n: int, warps: int) -> None:
     n = k = 4096
     on = {"device": "meta"}
     shape = (k // 128, n, 16) if form == "int4" else (n, k // 4)
@@ -56,7 +56,7 @@ def main(form: str, group: int, block_n: int, warps: int) -> None:
         format=form,  # type: ignore[arg-type]
         words=torch.empty(shape, dtype=torch.int32, **on),
         scales=torch.empty((k // group, n) if group else n, **on),
-        zeros=torch.empty((k // group, n), dtype=torch.uint8, **on) if group else None,
+        zeros=torch.empty((k // group, n), dtype=torch.int16, **on) if group else None,
         order=None,
         n=n,
         k=k,
@@ -64,7 +64,7 @@ def main(form: str, group: int, block_n: int, warps: int) -> None:
     )
     arrivals = torch.empty(n, dtype=torch.int32, **on)
     prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
-    x, out = (torch.empty((16, size), dtype=torch.bfloat16, **on) for size in (k, n))
+    x, out = (torch.empty((tokens, size), dtype=torch.bfloat16, **on) for size in (k, n))
     tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
     _, arguments = plan(tiling, x, prepared, None, None, out, False)
     print(ptx_of(few_rows_kernel, arguments, 90))

@@ -90,6 +90,7 @@ def engines(draw: st.DrawFn) -> dict[str, Any]:
         "long_prefill_token_threshold": draw(st.sampled_from([0, 0, 1, 3, block_size])),
         "scheduling_policy": draw(st.sampled_from(["fcfs", "priority"])),
         "enable_prefix_caching": draw(st.booleans()),
+        "enable_mixed_steps": draw(st.booleans()),
     }
 
 

@@ -30,9 +30,10 @@ def hold_rounded(rounded: RoundedRows, x: Tensor, how: Rounding, *, nearest: boo
     places, as the interpreter makes e4m3."""
     values, scales, exact = _defined(x, how)
     assert rounded.values.dtype == how.dtype and rounded.dtype == x.dtype
-    assert rounded.scales.shape == scales.shape and rounded.scales.stride(0) == 1
-    torch.testing.assert_close(rounded.scales, scales, rtol=4e-3, atol=0)
-    got = deinterleave(rounded.values.float(), 8)
+    assert len(rounded) == len(x) and len(rounded.values) % how.rows_by == 0
+    assert len(rounded.scales) == len(rounded.values) and rounded.scales.stride(0) == 1
+    torch.testing.assert_close(rounded.scales[: len(x)], scales, rtol=4e-3, atol=0)
+    got = deinterleave(rounded.values[: len(x)].float(), 8)
     assert not got[:, x.shape[1] :].any()
     got = got[:, : x.shape[1]]
     step = 1.01 if how.dtype == torch.int8 else exact.abs() / 8 + 2**-9

@@ -47,6 +47,9 @@ class EngineOptions:
     ] = 0
     scheduling_policy: Annotated[str, _engine("fcfs or priority.")] = "fcfs"
     enable_prefix_caching: Annotated[bool, _engine("Reuse the KV of shared prefixes.")] = True
+    enable_mixed_steps: Annotated[
+        bool, _engine("Compute prompts beside tokens that are decoded, not before them.")
+    ] = True
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
     async_scheduling: Annotated[
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")

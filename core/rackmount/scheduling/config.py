@@ -26,6 +26,9 @@ class SchedulerConfig:
     policy: Policy = "fcfs"
     """"fcfs": by arrival. "priority": lower `Request.priority` first, then by arrival."""
     enable_prefix_caching: bool = True
+    enable_mixed_steps: bool = True
+    """Prompts are computed beside tokens that are decoded. Otherwise by themselves, and first, as
+    long as that leaves each running request a block to grow: decoding waits meanwhile."""
 
     def __post_init__(self) -> None:
         for name in (

@@ -135,12 +135,19 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to compute before an update or an arrival."""
+        if not self.config.enable_mixed_steps and (plan := self._schedule(prompts_only=True)):
+            return plan
+        return self._schedule(prompts_only=False)
+
+    def _schedule(self, *, prompts_only: bool) -> StepPlan | None:
         table, budget = self._table, self.config.max_num_batched_tokens
         rows = self._running
         starts = table.num_computed[rows]
         counts = np.minimum(table.num_tokens[rows], table.max_computed[rows]) - starts
         if self.config.long_prefill_token_threshold:
             np.minimum(counts, self.config.long_prefill_token_threshold, out=counts)
+        if prompts_only:
+            counts[counts == 1] = 0
         if int(counts.sum()) > budget:
             counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
         growth, counts = self._grow(rows, starts, counts)
@@ -148,7 +155,8 @@ class Scheduler:
         if counts.size < rows.size:  # after a preemption nobody enters: it would be the next victim
             rows, starts = rows[: counts.size], starts[: counts.size]
         elif self._waiting:
-            admitted, new_counts = self._admit(budget - int(counts.sum()))
+            spared = rows.size if prompts_only else 0
+            admitted, new_counts = self._admit(budget - int(counts.sum()), spared)
             if admitted:
                 rows = np.append(rows, [entry.row for entry in admitted])
                 starts = np.append(starts, [entry.num_computed_tokens for entry in admitted])
@@ -241,8 +249,9 @@ class Scheduler:
         )
         return growth, counts[: self._running.size]
 
-    def _admit(self, budget: int) -> tuple[list[RowAdmission], list[int]]:
-        """Moves waiting requests into free rows, in order, until one lacks blocks.
+    def _admit(self, budget: int, spared: int) -> tuple[list[RowAdmission], list[int]]:
+        """Moves waiting requests into free rows, in order, until one lacks blocks. Of these `spared`
+        are left to others.
 
         Also gives how many tokens each of them computes in this step.
         """
@@ -263,8 +272,9 @@ class Scheduler:
                 count = min(count, config.long_prefill_token_threshold)
             num_new = -(-(num_computed + count) // config.block_size) - len(hits)
             num_taken = num_new + sum(not block.ref_count for block in hits)
-            if not pool.can_allocate(num_taken):
-                self._turned_away = request, num_taken
+            if not pool.can_allocate(num_taken + spared):
+                if not spared:
+                    self._turned_away = request, num_taken
                 break
             del self._waiting[0]
             pool.touch(hits)
