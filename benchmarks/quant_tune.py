@@ -23,19 +23,20 @@ from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.tuning import Tiling
 from rackmount_registry.device.launch import launch_options
 
-REGISTERS = 65536
-"""Of an SM."""
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
-    16: (
-        (64, 4, 80), (64, 4, 104), (128, 4, 128), (128, 4, 168), (128, 8, 128), (256, 8, 128),
-        (32, 4, 80),
-    ),
-    32: ((64, 4, 128), (128, 8, 128), (256, 8, None), (256, 16, 128), (128, 4, 168)),
-    64: ((64, 4, 168), (64, 4, 128), (128, 8, 128), (128, 8, None), (256, 16, 128), (256, 8, None)),
+    8: ((64, 4, None), (128, 4, None), (128, 4, 80), (64, 2, None)),
+    16: ((64, 2, None), (128, 2, None), (64, 4, 80), (128, 4, 128), (256, 8, 128)),
+    32: ((64, 2, None), (64, 4, 128), (128, 8, 128), (256, 8, None), (256, 16, 128)),
+    64: ((64, 4, 128), (64, 4, 168), (128, 8, 128), (128, 8, None), (256, 16, 128), (256, 8, None)),
     128: ((64, 4, None), (128, 8, None), (128, 8, 128), (256, 16, 128)),
     256: ((64, 4, None), (64, 8, None), (128, 8, None)),
-}  # fmt: skip
+}
 """Tokens a tile -> (block_n, warps, bound of registers) that are tried."""
+STAGES = (3, 4, 6, 8)
+LEAST_PROGRAMS, MOST_PROGRAMS = 0.7, 8
+"""An SM."""
+FEWEST_BYTES_IN_FLIGHT = 32 << 10
+"""Of an SM: less cannot hide the memory's latency."""
 
 
 @dataclass(frozen=True)
@@ -48,44 +49,31 @@ class Problem:
 
 
 def candidates(problem: Problem, first: Prepared, num_sms: int) -> Iterator[Tiling]:
-    """Cuts of the weight, one to six programs an SM, and how tiles are shared."""
+    """Cuts of the weight; whole tiles or equal parts of them for each program, so that there are
+    one to eight programs an SM, or as many blocks for each as fill the SMs evenly."""
     packed, k = first.packed, problem.k
-    width = tuning.block_k_of(packed)
+    width, block_m = tuning.block_k_of(packed), tuning.block_m(problem.rows)
     if width is None:
         return
-    block_m = tuning.block_m(problem.rows)
-    wide = packed.panel is None and not packed.group and k % 256 == 0
-    for (block_n, warps, registers), block_k in itertools.product(
-        CUTS[block_m], (width, 256) if wide else (width,)
-    ):
-        stage = block_n * block_k // packed.per_word * 4 + block_m * block_k * 2
-        for stages in (3, 4, 6):
-            by_memory = SHARED_MEMORY // (stage * (stages - 1) + 2048)
-            by_registers = REGISTERS // ((registers or 255) * 32 * warps)
-            most = min(by_memory, by_registers, 6)
-            seen: set[int] = set()
-            for programs in {most, max(1, most - 1)} - {0}:
-                for share in shares(problem, block_n, block_k, num_sms * programs):
-                    if share not in seen:
-                        seen.add(share)
-                        yield Tiling(block_n, block_k, share, stages, warps, 2, registers)
-
-
-def shares(problem: Problem, block_n: int, block_k: int, slots: int) -> Iterator[int]:
-    """Blocks a program: as many for each as fill the GPU once, and the division of whole tiles
-    that leaves the fewest places empty."""
-    blocks_of_tile = -(-problem.k // block_k)
-    units = -(-problem.n // block_n) * blocks_of_tile
-    least = -(-blocks_of_tile // (tuning.MAX_PARTS // 2))
-    yield max(-(-units // slots), least)
-
-    def emptiness(share: int) -> float:
-        """Share of the time that the last wave wastes, and what splitting costs."""
-        waves = units / share / slots
-        return -(-waves // 1) / waves - 1 + 0.02 * blocks_of_tile / share
-
-    divisors = [s for s in range(least, blocks_of_tile + 1) if blocks_of_tile % s == 0]
-    yield min(divisors, key=emptiness)
+    wider = packed.panel is None and not packed.group and k % 256 == 0 and block_m <= 16
+    widths = (width, 256) if wider else (width,)
+    for (block_n, warps, registers), block_k in itertools.product(CUTS[block_m], widths):
+        blocks = -(-k // block_k)
+        units = -(-problem.n // block_n) * blocks
+        read = block_n * block_k // packed.per_word * 4
+        shares = {share for share in range(1, blocks + 1) if blocks % share == 0}
+        shares |= {-(-units // (num_sms * programs)) for programs in (2, 4)}
+        for share, stages in itertools.product(sorted(shares), STAGES):
+            programs = units / share / num_sms
+            tiling = Tiling(block_n, block_k, share, stages, warps, 2, registers)
+            if not LEAST_PROGRAMS <= programs <= MOST_PROGRAMS or stages > share + 1:
+                continue
+            stage = read + 2 * block_m * block_k
+            resident = min(programs, SHARED_MEMORY // ((stages - 1) * stage))
+            in_flight = min(stages - 1, share) * read * resident
+            enough = in_flight >= FEWEST_BYTES_IN_FLIGHT or stages == min(share + 1, STAGES[-1])
+            if resident > 0 and enough and tiling.parts(k) <= tuning.MAX_PARTS:
+                yield tiling
 
 
 def build(packed: Packed, problem: Problem, tiling: Tiling) -> None:
@@ -116,7 +104,7 @@ def on_meta(packed: Packed) -> Packed:
     return replace(packed, **{n: t if t is None else t.to("meta") for n, t in tensors.items()})
 
 
-ANCHORS = (8, 32, 64, 128, 256)
+ANCHORS = (8, 16, 32, 64, 128, 256)
 """Buckets that are searched, one for each number of tokens a tile; the others take what is best
 there."""
 NAMED_FAILURES = 3
@@ -186,7 +174,7 @@ class Search:
         cuts = {p: list(candidates(p, self.first(p), num_sms)) for p in searched}
         self.round("cuts", cuts, 0.6)
         ahead = {
-            p: [replace(t, prefetch=blocks) for t in self.best(p, 2) for blocks in (0, 1, 4)]
+            p: [replace(t, prefetch=blocks) for t in self.best(p, 3) for blocks in (0, 1, 4, 8)]
             for p in searched
         }
         self.round("prefetching", ahead, 0.8)

@@ -20,6 +20,7 @@ FORMATS: Mapping[str, str] = {
     "fp8-block": "fp8_blocks",
     "int8": "int8_rows",
     "int4": "int4_groups",
+    "int4-asym": "int4_groups",
 }
 """How the weights are stored -> the format that the kernels get."""
 REFERENCE = dict.fromkeys(("backend", "op_set", "linear_kernel", "expert_kernel"), "torch")

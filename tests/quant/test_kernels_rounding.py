@@ -36,9 +36,9 @@ def test_an_input_is_rounded_to_nearest(dtype: torch.dtype, per: str, size: int)
     rounded = how.round(x)
     hold_rounded(rounded, x, how, nearest=dtype != FP8)
     values, scales = defined(x, how)
-    assert torch.equal(rounded.scales, scales)
+    assert torch.equal(rounded.scales[:3], scales)
     if dtype == torch.int8:
-        assert torch.equal(deinterleave(rounded.values.float(), 8)[:, :size], values)
+        assert torch.equal(deinterleave(rounded.values[:3].float(), 8)[:, :size], values)
 
 
 @pytest.mark.parametrize("per", PER)
@@ -47,10 +47,10 @@ def test_rows_of_zeros_and_values_out_of_range_are_safe(dtype: torch.dtype, per:
     x = torch.zeros(2, 160).half()
     x[1, 130:] = 6e4
     rounded = rounding(dtype, per).round(x)
-    values = deinterleave(rounded.values.float(), 8)
+    values = deinterleave(rounded.values[:2].float(), 8)
     assert not values[0].any() and not values[1, :130].any()
     assert (values[1, 130:] == LARGEST[dtype]).all()
-    assert rounded.scales.isfinite().all() and (rounded.scales > 0).all()
+    assert rounded.scales[:2].isfinite().all() and (rounded.scales[:2] > 0).all()
 
 
 @pytest.mark.parametrize("per", PER)

@@ -4,11 +4,16 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from rackmount_registry.device.unpack import (
     deinterleave,
+    fp8_planes,
+    int4_planes,
+    int8_planes,
     interleave,
     pack_nibbles,
+    plane_columns,
     unpack_fp8,
     unpack_int4,
     unpack_int8,
@@ -19,55 +24,79 @@ ROWS = 16
 
 @triton.jit
 def unpack_kernel(
-    words, zeros, out, FORMAT: tl.constexpr, K: tl.constexpr, R: tl.constexpr, dtype: tl.constexpr
+    words,
+    zeros,
+    out,
+    FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    dtype: tl.constexpr,
 ):
-    W: tl.constexpr = K // 8 if FORMAT == "int4" else K // 4
-    rows = tl.arange(0, R)
-    read = tl.load(words + rows[:, None] * W + tl.arange(0, W)[None, :])
+    NUM: tl.constexpr = 4 if FORMAT == "int4" else 2
+    W: tl.constexpr = K // NUM if PLANES else K // NUM // 2
+    rows, j = tl.arange(0, R), tl.arange(0, W)
+    read = tl.load(words + rows[:, None] * W + j[None, :])
     if zeros is None:
         zero = None
     else:
         zero = tl.load(zeros + rows)
-    if FORMAT == "int4":
-        values = unpack_int4(read, zero, dtype, False)
-    elif FORMAT == "int8":
-        values = unpack_int8(read, zero, dtype, False)
+    if PLANES:
+        if FORMAT == "int4":
+            planes = int4_planes(read, zero, dtype, False)
+        elif FORMAT == "int8":
+            planes = int8_planes(read, zero, dtype, False)
+        else:
+            planes = fp8_planes(read, dtype, False)
+        for i in tl.static_range(NUM):
+            at = out + rows[:, None] * K + plane_columns(j, i, NUM)[None, :]
+            tl.store(at, planes[i].to(tl.float32))
     else:
-        values = unpack_fp8(read, dtype, False)
-    tl.store(out + rows[:, None] * K + tl.arange(0, K)[None, :], values.to(tl.float32))
+        if FORMAT == "int4":
+            values = unpack_int4(read, zero, dtype, False)
+        elif FORMAT == "int8":
+            values = unpack_int8(read, zero, dtype, False)
+        else:
+            values = unpack_fp8(read, dtype, False)
+        tl.store(out + rows[:, None] * K + tl.arange(0, K)[None, :], values.to(tl.float32))
 
 
-def unpack(words: torch.Tensor, form: str, k: int, dtype: object, zeros: object) -> torch.Tensor:
+def unpack(words: Tensor, form: str, planes: bool, dtype: object, zeros: Tensor | None) -> Tensor:
+    k = words.shape[1] * (8 if form == "int4" else 4)
     out = torch.full((ROWS, k), torch.nan)
-    unpack_kernel[(1,)](words, zeros, out, FORMAT=form, K=k, R=ROWS, dtype=dtype)
+    words = words.view(torch.int16) if planes else words
+    unpack_kernel[(1,)](words, zeros, out, FORMAT=form, PLANES=planes, K=k, R=ROWS, dtype=dtype)
     return out
 
 
 @pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_four_bits_less_zero_are_exact(dtype: object, asymmetric: bool) -> None:
+@pytest.mark.parametrize("planes", [False, True])
+def test_four_bits_less_zero_are_exact(dtype: object, asymmetric: bool, planes: bool) -> None:
     values = torch.stack([torch.randperm(64) % 16 for _ in range(ROWS)]).to(torch.uint8)
     zeros = torch.arange(float(ROWS)) if asymmetric else None
-    out = unpack(pack_nibbles(interleave(values, 4)), "int4", 64, dtype, zeros)
+    out = unpack(pack_nibbles(interleave(values, 4)), "int4", planes, dtype, zeros)
     wanted = values.float() - (8 if zeros is None else zeros[:, None])
     assert torch.equal(out, wanted)
 
 
 @pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)
 @pytest.mark.parametrize("asymmetric", [False, True])
-def test_eight_bits_less_zero_are_exact(dtype: object, asymmetric: bool) -> None:
+@pytest.mark.parametrize("planes", [False, True])
+def test_eight_bits_less_zero_are_exact(dtype: object, asymmetric: bool, planes: bool) -> None:
     values = (torch.stack([torch.randperm(256) for _ in range(ROWS)]) - 128).to(torch.int8)
     zeros = torch.linspace(-128, 127, ROWS).round() if asymmetric else None
-    out = unpack(interleave(values, 8).view(torch.int32), "int8", 256, dtype, zeros)
+    out = unpack(interleave(values, 8).view(torch.int32), "int8", planes, dtype, zeros)
     wanted = values.float() - (0 if zeros is None else zeros[:, None])
     assert torch.equal(out, wanted)
 
 
-def test_every_e4m3_number_is_exact() -> None:
+@pytest.mark.parametrize("planes", [False, True])
+def test_every_e4m3_number_is_exact(planes: bool) -> None:
     """In float16; the interpreter has no subnormal bfloat16."""
     codes = torch.stack([torch.randperm(256) for _ in range(ROWS)]).to(torch.uint8)
     values = codes.view(torch.float8_e4m3fn).float()
-    out = unpack(interleave(codes, 8).view(torch.int32), "fp8", 256, tl.float16, None)
+    out = unpack(interleave(codes, 8).view(torch.int32), "fp8", planes, tl.float16, None)
     finite = values.isfinite()
     assert torch.equal(out[finite], values[finite])
     assert (out[~finite].abs() == 480).all()

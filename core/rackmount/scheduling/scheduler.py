@@ -250,8 +250,8 @@ class Scheduler:
         return growth, counts[: self._running.size]
 
     def _admit(self, budget: int, spared: int) -> tuple[list[RowAdmission], list[int]]:
-        """Moves waiting requests into free rows, in order, until one lacks blocks. Of these `spared`
-        are left to others.
+        """Moves waiting requests into free rows, in order, until one lacks blocks. Of the blocks
+        `spared` are left to others.
 
         Also gives how many tokens each of them computes in this step.
         """

@@ -119,11 +119,10 @@ def sum_kernel(
 @triton.jit
 def _prefetch(weight, expert, rows, block, N, K, BLOCK_K: tl.constexpr, CODE: tl.constexpr):
     """Calls a block of an expert's rows into L2."""
+    WIDTH: tl.constexpr = BLOCK_K // (1 if CODE == "dense" else 8 if CODE == "int4" else 4)
     if CODE == "dense":
-        WIDTH: tl.constexpr = BLOCK_K
         at = weight + (expert.to(tl.int64) * N + rows) * K + block * BLOCK_K
     else:
-        WIDTH: tl.constexpr = BLOCK_K // (8 if CODE == "int4" else 4)
         row = (expert.to(tl.int64) * tl.cdiv(K, BLOCK_K) + block) * N + rows
         at = weight + row * WIDTH
     STEP: tl.constexpr = LINE // (weight.dtype.element_ty.primitive_bitwidth // 8)

@@ -10,10 +10,18 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_registry.device.stream_k import finish, load_rows, prefetch, tile_rows
-from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
+from rackmount_registry.device.unpack import (
+    fp8_planes,
+    int4_planes,
+    int8_planes,
+    plane_columns,
+    unpack_fp8,
+    unpack_int4,
+    unpack_int8,
+)
 
-LINE: tl.constexpr = tl.constexpr(32)
-"""Words that one prefetch brings."""
+LINE: tl.constexpr = tl.constexpr(128)
+"""Bytes that one prefetch brings."""
 
 
 # A kernel for every number of rows and every share would be compiled in vain.
@@ -38,6 +46,7 @@ def few_rows_kernel(
     scale_stride,
     share,
     FORMAT: tl.constexpr,
+    PLANES: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
@@ -56,21 +65,24 @@ def few_rows_kernel(
     """x [M, K] with rows `x_stride` apart, a weight [N, K] -> out [M, N] or, of gate and up rows,
     [M, N / 2].
 
-    FORMAT "int4", "int8", "fp8": how int32 `words` hold a row's values. Word j of a row's block of
-    BLOCK_K columns is at row * row_stride + block * block_stride + j. `scales` [columns / group,
-    rows / ROWS_PER_SCALE] where GROUPED, each for BLOCKS_PER_SCALE blocks, with `zeros` alike or
-    None; else [N], one a row.
+    FORMAT "int4", "int8", "fp8": how `words`, int32 or with PLANES int16, hold a row's values. Word
+    j of a row's block of BLOCK_K columns is at row * row_stride + block * block_stride + j. PLANES:
+    see `unpack`; there is a product for each. `scales` where GROUPED [columns / group, rows /
+    ROWS_PER_SCALE], each for BLOCKS_PER_SCALE blocks, with `zeros` alike or None; else [N], one a
+    row.
 
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
     there. ALIGNED: no program has blocks of two tiles. PREFETCH: so many blocks are called into L2
     before x may be read.
     """
-    W: tl.constexpr = BLOCK_K // 8 if FORMAT == "int4" else BLOCK_K // 4
+    BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
+    NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
+    W: tl.constexpr = BLOCK_K // NUM // (BITS // 16)
     blocks = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, tl.cdiv(N, BLOCK_N) * blocks)
     tile = first // blocks
-    m, k, j = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, W)
+    m, j = tl.arange(0, BLOCK_M), tl.arange(0, W)
     if COMPILED and PREFETCH > 0:
         start = first - tile * blocks
         _prefetch(
@@ -91,27 +103,41 @@ def few_rows_kernel(
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
-            mask = m[:, None] < M
         else:
-            packed = tl.load(at, mask=column + j[None, :] // 4 * (4 * BLOCK_K // W) < K, other=0)
-            mask = (m[:, None] < M) & (column + k[None, :] < K)
-        tokens = tl.load(x + m[:, None] * x_stride + (column + k)[None, :], mask=mask, other=0.0)
+            first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
+            packed = tl.load(at, mask=first_column < K, other=0)
         group = block // BLOCKS_PER_SCALE * scale_stride
         if zeros is None:
             zero = None
         else:
             zero = tl.load(zeros + group + rows // ROWS_PER_SCALE).to(tl.float32)
-        if FORMAT == "int4":
-            values = unpack_int4(packed, zero, x.dtype.element_ty, COMPILED)
-        elif FORMAT == "int8":
-            values = unpack_int8(packed, zero, x.dtype.element_ty, COMPILED)
+        dtype: tl.constexpr = x.dtype.element_ty
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUPED else acc
+        if PLANES:
+            if FORMAT == "int4":
+                planes = int4_planes(packed, zero, dtype, COMPILED)
+            elif FORMAT == "int8":
+                planes = int8_planes(packed, zero, dtype, COMPILED)
+            else:
+                planes = fp8_planes(packed, dtype, COMPILED)
+            for i in tl.static_range(NUM):
+                k = column + plane_columns(j, i, NUM)
+                tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
+                part = tl.dot(planes[i], tokens.T, part)
         else:
-            values = unpack_fp8(packed, x.dtype.element_ty, COMPILED)
+            if FORMAT == "int4":
+                values = unpack_int4(packed, zero, dtype, COMPILED)
+            elif FORMAT == "int8":
+                values = unpack_int8(packed, zero, dtype, COMPILED)
+            else:
+                values = unpack_fp8(packed, dtype, COMPILED)
+            tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
+            part = tl.dot(values, tokens.T, part)
         if GROUPED:
             scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
-            acc += tl.dot(values, tokens.T) * scale.to(tl.float32)[:, None]
+            acc += part * scale.to(tl.float32)[:, None]
         else:
-            acc = tl.dot(values, tokens.T, acc)
+            acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation
             if (flat + 1 == last) | (flat + 1 == (tile + 1) * blocks):
                 if not GROUPED:
@@ -131,6 +157,15 @@ def few_rows_kernel(
 
 
 @triton.jit
+def _tokens(x, m, k, M, K, x_stride, EVEN_K: tl.constexpr):
+    """Columns k of x, for rows m."""
+    mask = m[:, None] < M
+    if not EVEN_K:
+        mask = mask & (k[None, :] < K)
+    return tl.load(x + m[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _prefetch(
     words,
     tile,
@@ -145,9 +180,10 @@ def _prefetch(
     SILU_MUL: tl.constexpr,
 ):
     """Calls PREFETCH blocks of a tile into L2, from one of the program's on."""
-    LINES: tl.constexpr = (W + LINE - 1) // LINE
+    STEP: tl.constexpr = LINE // (words.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = (W + STEP - 1) // STEP
     ahead = tl.arange(0, PREFETCH * LINES)
     block = tl.minimum(block + ahead // LINES, blocks - 1).to(tl.int64)
     rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
-    line = block * block_stride + ahead % LINES * LINE
+    line = block * block_stride + ahead % LINES * STEP
     prefetch(words + rows[:, None] * row_stride + line[None, :])

@@ -75,4 +75,4 @@ class Fp8Linear(RoundedLinear):
                 out_dtype=torch.bfloat16,
                 use_fast_accum=True,
             )
-        return out.to(x.dtype)
+        return out[: len(x)].to(x.dtype)

@@ -1,7 +1,6 @@
 """Linear kernel "triton-int8": int8 weights with a scale a row."""
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,8 +12,8 @@ from rackmount_quant.kernels.rounding import RoundedRows, Rounding
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import Weight
 
-LEAST_ROWS = 17
-"""Fewer are refused by the product."""
+ROWS_BY = 32
+"""Fewer than 17 are refused by the product."""
 COLUMNS = 1024
 
 
@@ -30,13 +29,12 @@ class Int8Linear(RoundedLinear):
         if weight.activation not in ("token", "tensor") or not fits:
             return None
         given = weight.tensors.get("input_scale")
-        rounding = Rounding(dtype=torch.int8, per=weight.activation, given=given)
+        rounding = Rounding(dtype=torch.int8, per=weight.activation, given=given, rows_by=ROWS_BY)
         values = packed.words.view(torch.int8).t()
         return RoundedProduct(rounding=rounding, values=values, scales=packed.scales)
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:
-        values = F.pad(x.values, (0, 0, 0, max(0, LEAST_ROWS - len(x))))
-        sums = torch._int_mm(values, product.values)
+        sums = torch._int_mm(x.values, product.values)
         rows, n = len(x), sums.shape[1]
         out = torch.empty((rows, n), dtype=x.dtype, device=sums.device)
         scale_kernel[(rows, triton.cdiv(n, COLUMNS))](

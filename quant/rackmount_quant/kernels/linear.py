@@ -185,10 +185,14 @@ def plan(
     if parts > 1:
         size = (programs, 2, block_m, tiling.block_n)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    planes = tiling.planes(packed, block_m)
+    words = packed.words.view(torch.int16) if planes else packed.words
     row_stride, block_stride = packed.strides(tiling.block_k)
+    if planes:
+        row_stride, block_stride = 2 * row_stride, 2 * block_stride
     arguments = {
         "x": x,
-        "words": packed.words,
+        "words": words,
         "scales": packed.scales,
         "zeros": packed.zeros,
         "bias": bias,
@@ -207,6 +211,7 @@ def plan(
         "scale_stride": packed.scales.shape[-1],
         "share": tiling.share,
         "FORMAT": packed.format,
+        "PLANES": planes,
         "GROUPED": packed.group > 0,
         "BLOCKS_PER_SCALE": max(1, packed.group // tiling.block_k),
         "ROWS_PER_SCALE": packed.rows_per_scale,

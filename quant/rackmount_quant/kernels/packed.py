@@ -24,7 +24,8 @@ class Packed:
     scales: Tensor
     """[groups of columns, rows / rows_per_scale], or [rows] where a row has one scale."""
     zeros: Tensor | None
-    """As `scales`; None: the middle value."""
+    """int16 as `scales`: wider than they need be, since Triton gives the operand of the MMA, which
+    they become part of, another layout where bytes are read. None: the middle value."""
     order: Tensor | None
     """int32 [k]: the input that a column is multiplied with, -1 for none; None: in order."""
     n: int
@@ -71,12 +72,12 @@ def pack_groups(weight: Weight) -> Packed:
     else:
         # Signed from here on: 128 less.
         words = _bytes(values[:, :k] ^ 0x80)
-        zeros = None if zeros is None else (zeros ^ 0x80).view(torch.int8)
+        zeros = None if zeros is None else zeros.to(torch.int16) - 128
     return Packed(
         format="int4" if weight.format == "int4_groups" else "int8",
         words=words,
         scales=scales.t().contiguous() if group else scales[:, 0].float(),
-        zeros=None if zeros is None else zeros.t().contiguous(),
+        zeros=None if zeros is None else zeros.t().to(torch.int16).contiguous(),
         order=order,
         n=weight.out_features,
         k=k,

@@ -111,6 +111,8 @@ class Rounding:
     """"token", "tensor" or "group"."""
     given: Tensor | None = None
     """float32 [1]: the static scale of "tensor"."""
+    rows_by: int = 16
+    """Rows that products take at a time: there are more, of anything, up to a multiple."""
 
     def round(self, x: Tensor) -> "RoundedRows":
         """x [T, in] as it is."""
@@ -141,9 +143,10 @@ class Rounding:
         assert x.stride(-1) == 1 and (other is None or other.stride(-1) == 1)
         rows, n = x.shape
         padded, block = n + -n % 16, max(BLOCK, triton.next_power_of_2(n))
-        values = torch.empty((rows, padded), dtype=self.dtype, device=x.device)
+        most = rows + -rows % self.rows_by
+        values = torch.empty((most, padded), dtype=self.dtype, device=x.device)
         groups = -(-n // BLOCK) if self.per == "group" else 1
-        scales = torch.empty((groups, rows), dtype=torch.float32, device=x.device)
+        scales = torch.empty((groups, most), dtype=torch.float32, device=x.device)
         if rows > 0:
             round_kernel[(rows,)](
                 x,
@@ -155,7 +158,7 @@ class Rounding:
                 scales,
                 x.stride(0),
                 other.stride(0) if other is not None else 0,
-                rows,
+                most,
                 eps,
                 N=n,
                 PADDED=padded,
@@ -166,13 +169,18 @@ class Rounding:
                 num_warps=max(1, min(16, block // (16 * LANES))),
                 **launch_options(x.device),
             )
-        return RoundedRows(values, scales.t(), x.dtype)
+        return RoundedRows(values, scales.t(), x.dtype, rows)
 
 
 @dataclass(frozen=True)
 class RoundedRows(Rounded):
-    """Values [T, in rounded up to 16] in the order of the weight's words; scales [T, 1], or of
-    128 columns each [T, groups], columns contiguous."""
+    """Values [T or more, in rounded up to 16] in the order of the weight's words; scales [T or
+    more, 1], or of 128 columns each [T or more, groups], columns contiguous."""
 
     dtype: torch.dtype
     """Of what was rounded, and of the product."""
+    num_rows: int
+    """T."""
+
+    def __len__(self) -> int:
+        return self.num_rows

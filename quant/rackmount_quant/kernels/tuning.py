@@ -3,10 +3,11 @@
 A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
 KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
-way for many rows was faster.
+way for many rows was faster. One that is not there has what one with as many tokens a tile has.
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,7 +22,15 @@ MAX_ROWS = 256
 BUCKETS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
 RULED_ROWS = 64
 """The rule goes no further."""
+RULED: Mapping[int, tuple[int, int, int | None, int]] = {
+    8: (128, 4, None, 4),
+    16: (64, 2, None, 6),
+    32: (64, 4, 128, 3),
+    64: (64, 4, 168, 2),
+}
+"""Tokens a tile -> block_n, warps, registers and programs an SM."""
 MIN_BLOCK_N = 32
+MMA_COLUMNS = 16
 MAX_PARTS = 32
 """Programs that may share a tile: the kernel is unrolled over them."""
 
@@ -56,14 +65,27 @@ class Tiling:
         """Whether no program has blocks of two tiles."""
         return -(-k // self.block_k) % self.share == 0
 
+    def planes(self, packed: Packed, block_m: int) -> bool:
+        """Whether there is a product for each plane of words: where Triton makes them by mma.sync,
+        not by the wgmma of compute capability 9.0.
+
+        That takes some 32 clocks for 64 x 16 x 16 or less, in which an SM could read more than the
+        weights of 64 x 16: up to 16 rows mma.sync is the faster.
+        """
+        device = packed.words.device
+        hopper = device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
+        wide = self.block_n % 64 == 0 and self.warps % 4 == 0 and block_m >= 16
+        plane = self.block_k // (packed.per_word // 2)
+        return not (hopper and wide) and plane >= MMA_COLUMNS
+
 
 Choose = Callable[[Packed, str, int], Tiling | None]
 """`choose(packed, epilogue, bucket)`; see `choose`."""
 
 
 def block_m(bucket: int) -> int:
-    """Tokens a tile: what Triton's MMA takes at least, or all of the bucket."""
-    return max(16, bucket)
+    """Tokens a tile: what an MMA takes at least, or all of the bucket."""
+    return max(8, bucket)
 
 
 def bucket_of(rows: int) -> int:
@@ -93,9 +115,10 @@ def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
     if block_k_of(packed) is None:
         return None
     properties = torch.cuda.get_device_properties(packed.words.device)
-    row = table_of(properties.name).get(f"{packed.kind} {packed.n}x{packed.k} {epilogue}")
-    if row is not None:
-        return row.get(bucket)
+    row = table_of(properties.name).get(f"{packed.kind} {packed.n}x{packed.k} {epilogue}", {})
+    alike = [each for each in row if block_m(each) == block_m(bucket)]
+    if alike:
+        return row[min(alike, key=lambda each: abs(each - bucket))]
     return rule(packed, bucket, properties.multi_processor_count)
 
 
@@ -119,16 +142,14 @@ def parse(table: Mapping) -> Mapping[str, Mapping[int, Tiling | None]]:
 
 
 def rule(packed: Packed, bucket: int, num_sms: int) -> Tiling | None:
-    """A guess for a shape that was not measured: programs for every SM, equal work for each, and
-    some 50 KB of loads under way in an SM; None above `RULED_ROWS` rows."""
+    """A guess for a shape that was not measured: some programs for every SM, each with the same
+    part of a tile, and some 50 KB of loads under way in an SM; None above `RULED_ROWS` rows."""
     block_k = block_k_of(packed)
     if block_k is None or bucket > RULED_ROWS:
         return None
-    few = bucket <= 16
-    block_n = 128 if few and packed.n >= 128 * num_sms // 4 else 64
-    programs = 4 if few else 2
+    block_n, warps, registers, programs = RULED[block_m(bucket)]
     blocks = -(-packed.k // block_k)
     units = -(-packed.n // block_n) * blocks
-    even = -(-units // (programs * num_sms))
-    share = max(even, -(-blocks // (MAX_PARTS // 2)))
-    return Tiling(block_n, block_k, share, 4, 4, prefetch=2, registers=128 if few else None)
+    shares = (s for s in range(-(-blocks // MAX_PARTS), blocks + 1) if blocks % s == 0)
+    share = min(shares, key=lambda s: abs(math.log(units / s / (programs * num_sms))))
+    return Tiling(block_n, block_k, share, 4, warps, prefetch=2, registers=registers)
