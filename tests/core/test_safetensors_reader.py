@@ -195,3 +195,28 @@ def test_a_missing_configuration_is_refused(single: Path) -> None:
     (single / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"config\.json does not exist"):
         open_checkpoint(single)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        ("hf_quant_config.json", "modelopt"),
+        ("quant_config.json", "awq"),
+        ("quantize_config.json", "gptq"),
+    ],
+)
+def test_a_file_beside_the_configuration_may_say_how_weights_are_quantized(
+    single: Path, name: str, method: str
+) -> None:
+    write_json(single / name, {"bits": 4})
+    expected = CONFIG | {"quantization_config": {"quant_method": method, "bits": 4}}
+    assert open_checkpoint(single).config == expected
+    write_json(single / "config.json", CONFIG | {"quantization_config": {"quant_method": "w8"}})
+    assert open_checkpoint(single).config["quantization_config"] == {"quant_method": "w8"}
+
+
+def test_two_such_files_are_refused(single: Path) -> None:
+    for name in ("quant_config.json", "quantize_config.json"):
+        write_json(single / name, {"bits": 4})
+    with pytest.raises(CheckpointError, match=r"quant_config.json and quantize_config.json in"):
+        open_checkpoint(single)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from rackmount.loading.dummy import DummyCheckpoint
-from rackmount.loading.safetensors_reader import read_json
+from rackmount.loading.safetensors_reader import read_configuration
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.descriptors import CheckpointReader, ModelSource
 from rackmount_registry.errors import CheckpointError, ConfigError, did_you_mean
@@ -87,7 +87,7 @@ def read_config(path: Path, manager: PluginManager) -> Mapping[str, Any]:
     """
     file = path / "config.json" if path.is_dir() else path
     if file.suffix == ".json" and file.exists():
-        return read_json(file)
+        return read_configuration(file)
     checkpoint = open_checkpoint(path, manager)
     try:
         return checkpoint.config

@@ -17,6 +17,12 @@ if TYPE_CHECKING:
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quant_config.json": "awq",
+    "quantize_config.json": "gptq",
+}
+"""Files beside config.json, and the method whose they are."""
 DTYPES = {
     "F64": "float64",
     "F32": "float32",
@@ -39,7 +45,7 @@ class SafetensorsCheckpoint:
 
     def __init__(self, folder: Path, files: list[Path]) -> None:
         self.folder = folder
-        self.config = read_json(folder / "config.json")
+        self.config = read_configuration(folder / "config.json")
         generation = folder / "generation_config.json"
         self.generation_config = read_json(generation) if generation.exists() else {}
         self._open_files = ExitStack()
@@ -129,6 +135,27 @@ def _open_by_index(folder: Path) -> SafetensorsCheckpoint:
                 f"{folder / INDEX} says that tensor {name} is in {file}, but {where}"
             )
     return checkpoint
+
+
+def read_configuration(file: Path) -> Mapping[str, Any]:
+    """A config.json, with how the weights are quantized where a file beside it says that:
+    ModelOpt's, or the older ones of AWQ and GPTQ.
+
+    Raises:
+        CheckpointError: a file cannot be read, or several say it.
+    """
+    config = read_json(file)
+    beside = [name for name in QUANTIZATION_FILES if (file.parent / name).exists()]
+    if "quantization_config" in config or not beside:
+        return config
+    if len(beside) > 1:
+        raise CheckpointError(
+            f"{' and '.join(beside)} in {file.parent} both say how its weights are quantized; one "
+            "must go, or config.json say it"
+        )
+    (name,) = beside
+    method = {"quant_method": QUANTIZATION_FILES[name]}
+    return {**config, "quantization_config": method | dict(read_json(file.parent / name))}
 
 
 def read_json(file: Path) -> Mapping[str, Any]:

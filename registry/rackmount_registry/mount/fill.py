@@ -276,6 +276,8 @@ def _check(source: Source, info: TensorInfo, dtype: str | None) -> None:
             f"{name} in {info.file} is {info.dtype}, "
             f"the model needs {dtype or 'a floating point type'}"
         )
+    if dtype is not None and dtype.startswith("float8") and info.dtype != dtype:
+        raise CheckpointError(f"{name} in {info.file} is {info.dtype}, the model needs {dtype}")
     if dtype is None and info.dtype.startswith("float8"):
         raise CheckpointError(
             f"{name} in {info.file} is {info.dtype}: values without their scale, which no scheme "
