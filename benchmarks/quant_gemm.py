@@ -41,10 +41,13 @@ from quant_weights import (
     residual_of,
     rows8,
 )
+from torch import Tensor
 
 from rackmount_quant.kernels import tuning
+from rackmount_quant.kernels.linear import Prepared
 from rackmount_quant.kernels.many_rows import dequantize
-from rackmount_quant.kernels.rounding import Rounding
+from rackmount_quant.kernels.rounded_linear import RoundedProduct
+from rackmount_quant.kernels.rounding import RoundedRows, Rounding
 from rackmount_quant.kernels.tuning import BUCKETS
 from rackmount_registry.formats import EPILOGUES, Weight
 
@@ -141,9 +144,30 @@ def show_many(formats: list[str], shapes: dict, rows: list[int]) -> None:
                     run, rounded = FORMATS[form].kernel().run, rounding.round(x)
                     passes = graph_us([partial(rounding.round, x)] * 4, 3)
                     alone = graph_us([partial(run, rounded, prepared, None)] * 4, 3)
-                    text += f", round {passes:.1f} us, alone {alone:.1f} us"
-                    text += f" {_rate(r, n, k, alone)}"
+                    error = sum_error(run, prepared, rounded)
+                    text += f", round {passes:.1f} us, alone {alone:.1f} us "
+                    text += f"{_rate(r, n, k, alone)}, off by {error:.1e}"
                 print(f"{'':<8}{form:<12}{epilogues[0]:<9} {us:>8.1f} us {text}", flush=True)
+
+
+def sum_error(run: Callable[..., Tensor], prepared: Prepared, rounded: RoundedRows) -> float:
+    """Relative error of the product of rounded rows against float64: what it adds up with, and the
+    rounding of the result to 16 bits, some 1.7e-3."""
+    product: RoundedProduct = prepared.many
+    rows, some = slice(0, 64), slice(0, 1024)
+
+    def spread(scales: Tensor, like: Tensor) -> Tensor:
+        for axis, size in enumerate(like.shape):
+            scales = scales.repeat_interleave(-(-size // scales.shape[axis]), axis)
+            scales = scales.narrow(axis, 0, size)
+        return like.double() * scales
+
+    x = spread(rounded.scales, rounded.values)[rows]
+    groups = -(-prepared.packed.k // 128) if prepared.packed.group else 1
+    scales = product.scales.view(1, -1) if product.scales.dim() == 1 else product.scales[:groups]
+    weight = spread(scales, product.values)[:, some]
+    out = run(rounded, prepared, None)[rows, some].double()
+    return float((out - x @ weight).norm() / (x @ weight).norm())
 
 
 def _rate(rows: int, n: int, k: int, us: float) -> str:

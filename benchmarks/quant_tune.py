@@ -24,11 +24,10 @@ from rackmount_quant.kernels.tuning import Tiling
 from rackmount_registry.device.launch import launch_options
 
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
-    8: ((64, 4, None), (128, 4, None), (128, 4, 80), (64, 2, None)),
-    16: ((64, 2, None), (128, 2, None), (64, 4, 80), (128, 4, 128), (256, 8, 128)),
-    32: ((64, 2, None), (64, 4, 128), (128, 8, 128), (256, 8, None), (256, 16, 128)),
-    64: ((64, 4, 128), (64, 4, 168), (128, 8, 128), (128, 8, None), (256, 16, 128), (256, 8, None)),
-    128: ((64, 4, None), (128, 8, None), (128, 8, 128), (256, 16, 128)),
+    16: ((64, 4, None), (128, 4, 128), (64, 2, None), (128, 2, None), (256, 8, 128)),
+    32: ((64, 2, None), (64, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
+    64: ((64, 4, 128), (128, 8, None), (128, 4, None), (256, 8, None), (256, 16, None)),
+    128: ((64, 4, None), (128, 8, None), (256, 8, None), (256, 16, 128)),
     256: ((64, 4, None), (64, 8, None), (128, 8, None)),
 }
 """Tokens a tile -> (block_n, warps, bound of registers) that are tried."""
@@ -104,7 +103,7 @@ def on_meta(packed: Packed) -> Packed:
     return replace(packed, **{n: t if t is None else t.to("meta") for n, t in tensors.items()})
 
 
-ANCHORS = (8, 16, 32, 64, 128, 256)
+ANCHORS = (8, 32, 64, 128, 256)
 """Buckets that are searched, one for each number of tokens a tile; the others take what is best
 there."""
 NAMED_FAILURES = 3
@@ -120,6 +119,7 @@ class Search:
         self.seconds = seconds
         self.start = time.monotonic()
         self.rankings: dict[Problem, dict[Tiling, float]] = {}
+        self.many_us: dict[Problem, float] = {}
 
     def first(self, problem: Problem) -> Prepared:
         return self.bench.copies(problem.form, problem.n, problem.k)[0]
@@ -151,7 +151,10 @@ class Search:
                     print(f"cannot be built: {problem} {tiling}: {error!r:.300}")
                 continue
             us = self.bench.us(*astuple(problem), tiling)
-            self.rankings.setdefault(problem, {})[tiling] = us
+            ranking = self.rankings.setdefault(problem, {})
+            if us < min(ranking.values(), default=float("inf")):
+                print(f"{self.elapsed():4.0f} s {problem} {us:.2f} us {tiling}", flush=True)
+            ranking[tiling] = us
             timed += 1
         for future in kernels.values():
             future.cancel()
@@ -164,51 +167,71 @@ class Search:
     def elapsed(self) -> float:
         return time.monotonic() - self.start
 
-    def run(self, formats: list[str], shapes: dict, rows: list[int]) -> list[Problem]:
-        """The problems, which are ranked."""
+    def run(self, formats: list[str], shapes: dict, rows: list[int], out: Path) -> None:
+        """Three rounds, after each of which the table is written."""
         num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
         sizes = {tuning.block_m(r) for r in rows}
         anchors = [anchor for anchor in ANCHORS if tuning.block_m(anchor) in sizes]
         weights = list(itertools.product(formats, shapes.values()))
         searched = [Problem(f, n, k, r, e[0]) for f, (n, k, e) in weights for r in anchors]
+        near = {}
+        for (form, (n, k, epilogues)), r in itertools.product(weights, rows):
+            anchor = next(a for a in anchors if tuning.block_m(a) == tuning.block_m(r))
+            for epilogue in epilogues:
+                near[Problem(form, n, k, r, epilogue)] = Problem(form, n, k, anchor, epilogues[0])
         cuts = {p: list(candidates(p, self.first(p), num_sms)) for p in searched}
         self.round("cuts", cuts, 0.6)
+        self.write(near, out)
         ahead = {
             p: [replace(t, prefetch=blocks) for t in self.best(p, 3) for blocks in (0, 1, 4, 8)]
             for p in searched
         }
         self.round("prefetching", ahead, 0.8)
-        final = {}
-        for (form, (n, k, epilogues)), r in itertools.product(weights, rows):
-            near = next(a for a in anchors if tuning.block_m(a) == tuning.block_m(r))
-            good = self.best(Problem(form, n, k, near, epilogues[0]), 3)
-            final |= {Problem(form, n, k, r, epilogue): good for epilogue in epilogues}
-        self.round("epilogues", final, 1.0)
-        return list(final)
+        self.write(near, out)
+        self.round("epilogues", {p: self.best(near[p], 3) for p in near}, 1.0)
+        self.write(near, out)
+
+    def write(self, near: dict[Problem, Problem], out: Path) -> None:
+        """The table, or more of it: of each problem the best tiling that was timed for it, or else
+        for the one near it, and null where the way for many rows, if timed, was faster."""
+        table: dict[str, dict[str, list | None]] = {}
+        for problem, other in near.items():
+            source = problem if self.best(problem, 1) else other
+            for tiling in self.best(source, 1):
+                first, us = self.first(problem), self.rankings[source][tiling]
+                shape = f"{problem.n}x{problem.k} {problem.epilogue}"
+                many = self.many(problem)
+                values = list(asdict(tiling).values()) if us < many else None
+                table.setdefault(f"{first.packed.kind} {shape}", {})[str(problem.rows)] = values
+                rate = bytes_of(first) / us * 1e6
+                print(
+                    f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us "
+                    f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, "
+                    f"many {many:>7.2f} us  {values}",
+                    flush=True,
+                )
+        known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
+        for shape, row in table.items():
+            known[shape] = known.get(shape, {}) | row
+        gpu = torch.cuda.get_device_name()
+        about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
+        names = [field.name for field in fields(Tiling)]
+        out.write_text(serialize(about | {"fields": names, "shapes": known}))
+
+    def many(self, problem: Problem) -> float:
+        """Microseconds of the way for many rows; not timed twice, nor once time is up."""
+        if problem not in self.many_us:
+            if self.elapsed() > self.seconds:
+                return float("inf")
+            self.many_us[problem] = self.bench.us(*astuple(problem), None)
+        return self.many_us[problem]
 
 
 def tune(formats: list[str], shapes: dict, rows: list[int], seconds: float, out: Path) -> None:
-    """Writes the table of what beat the way for many rows, or adds to it; prints each problem."""
-    bench = Bench(2)
+    """Searches for `seconds`, and writes the table or adds to it."""
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=spawn) as pool:
-        search = Search(bench, pool, seconds)
-        problems = search.run(formats, shapes, rows)
-    table: dict[str, dict[str, list | None]] = {}
-    for problem in problems:
-        tiling = next(iter(search.best(problem, 1)), None)
-        us = search.rankings[problem][tiling] if tiling else float("inf")
-        many = bench.us(*astuple(problem), None)
-        values = list(asdict(tiling).values()) if tiling and us < many else None
-        first, shape = search.first(problem), f"{problem.n}x{problem.k} {problem.epilogue}"
-        table.setdefault(f"{first.packed.kind} {shape}", {})[str(problem.rows)] = values
-        rate = bytes_of(first) / us * 1e6
-        print(
-            f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us {rate / 1e12:.2f} TB/s "
-            f"{100 * rate / CEILING:5.1f} %, many {many:>7.2f} us  {values}"
-        )
-    known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
-    gpu = torch.cuda.get_device_name()
-    about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-    names = [field.name for field in fields(Tiling)]
-    out.write_text(serialize(about | {"fields": names, "shapes": known | table}))
+    pool = ProcessPoolExecutor(os.cpu_count(), mp_context=spawn)
+    try:
+        Search(Bench(2), pool, seconds).run(formats, shapes, rows, out)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)

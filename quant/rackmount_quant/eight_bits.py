@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rackmount_quant.rounding import round_blocks, round_e4m3, round_int8
+from rackmount_registry.errors import CheckpointError
 from rackmount_registry.formats import BLOCK, Activation, Dim, Slot, StoredFormat, Weight
 from rackmount_registry.scales import check_scales
 
@@ -83,11 +84,21 @@ def _finish_rows(
     if per == "tensor":  # parts with scales of their own stay exact as rows
         sizes = torch.tensor(parts, device=scales.device)
         scales = scales.repeat_interleave(sizes, -1, output_size=sum(parts))
-    named = {"values": tensors["weight"], "scales": scales}
+    named = {"values": _numbers(tensors["weight"]), "scales": scales}
     if activation == "tensor":
         # The largest serves all parts and experts: no input is clamped that was not before.
         named["input_scale"] = check_scales(tensors[input_scale], input_scale).amax().view(1)
     return Weight(form, named, parts, in_features, activation=activation)
+
+
+def _numbers(values: Tensor) -> Tensor:
+    """`values` as they are; CheckpointError where one is not a number, which kernels that unpack by
+    bits would take for 480."""
+    if values.dtype == torch.float8_e4m3fn:
+        count = int(((values.view(torch.uint8) & 0x7F) == 0x7F).sum())
+        if count:
+            raise CheckpointError(f"weight has {count} values that are not numbers")
+    return values
 
 
 def _encode_rows(
@@ -136,7 +147,8 @@ def _finish_blocks(
     parts: tuple[int, ...],
     in_features: int,
 ) -> Weight:
-    named = {"values": tensors["weight"], "scales": check_scales(tensors[scale], scale)}
+    values = _numbers(tensors["weight"])
+    named = {"values": values, "scales": check_scales(tensors[scale], scale)}
     return Weight("fp8_blocks", named, parts, in_features, activation=activation)
 
 

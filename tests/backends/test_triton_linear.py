@@ -13,9 +13,9 @@ from tests.helpers.interpreter import last_program_first, mend_loops
 from torch import Tensor
 
 from rackmount_backends.triton_linear import kernel, linear, tuning
-from rackmount_backends.triton_linear.ahead import AheadCompiler
 from rackmount_backends.triton_linear.linear import Prepared, TritonLinear
 from rackmount_backends.triton_linear.tuning import BUCKETS, MAX_PARTS, Tiling
+from rackmount_registry.device.ahead import AheadCompiler
 from rackmount_registry.formats import EPILOGUES, Weight
 
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 1e-3}
@@ -204,7 +204,7 @@ def test_without_a_table_of_the_gpu_every_product_is_cublas_s(
 
 
 def test_a_product_waits_before_the_next_kernel_may_start() -> None:
-    """What attention relies on; see `triton_ops.launch`."""
+    """What attention relies on; see `rackmount_registry.device.launch`."""
     source = inspect.getsource(kernel)
     assert source.count("gdc_wait()") == source.count("gdc_launch_dependents()") == 1
     assert source.index("gdc_wait()") < source.index("gdc_launch_dependents()")

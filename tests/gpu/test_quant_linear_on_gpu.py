@@ -47,6 +47,7 @@ TILINGS = {
     "one program for all": replace(FLAT, share=1000),
     "wide tiles": replace(FLAT, block_n=128, share=3, registers=128),
     "eight warps": replace(FLAT, block_n=128, share=5, warps=8, prefetch=0),
+    "planes": replace(FLAT, share=4, warps=2),
     "two warpgroups deep": replace(FLAT, block_n=256, share=4, warps=8, registers=128),
 }
 

@@ -71,7 +71,8 @@ def expert_tokens(
     ids = scores.topk(top_k).indices.int()
     ids[torch.rand(ids.shape) < 0.2] = -1
     x = torch.randn(count, hidden + 8).to(dtype)[:, 8:]
-    return ExpertInput(x=x, expert_ids=ids, weights=torch.rand(count, top_k))
+    weights = torch.rand(count, top_k).where(ids >= 0, torch.nan)
+    return ExpertInput(x=x, expert_ids=ids, weights=weights)
 
 
 def defined_experts(given: ExpertInput, layer: ExpertBundle) -> Tensor:

@@ -15,8 +15,8 @@ TABLE = {
     "fields": ["block_n", "block_k", "stages", "warps", "programs", "tma"],
     "shapes": {
         "dense 8x64x32": {
-            "1": [0, 4, 2, [32, 64, 3, 4, 0, False], [64, 128, 4, 4, 2, True]],
-            "64": [16, 1, 0, [64, 128, 4, 4, 2, True], [32, 64, 3, 4, 0, False]],
+            "1": [0, 2, [32, 64, 3, 4, 0, False], [64, 128, 4, 4, 2, True]],
+            "64": [16, 0, [64, 128, 4, 4, 2, True], [32, 64, 3, 4, 0, False]],
         }
     },
 }
@@ -29,7 +29,7 @@ def packed(fmt: str, experts: int, rows: int, columns: int) -> Packed:
 
 def test_a_table_says_how_a_layer_is_computed() -> None:
     row = tuning.parse(TABLE)["dense 8x64x32"]
-    assert row == {1: Plan(NARROW, WIDE, 0, 4, 2), 64: Plan(WIDE, NARROW, 16)}
+    assert row == {1: Plan(NARROW, WIDE, 0, 2), 64: Plan(WIDE, NARROW, 16)}
 
 
 def test_a_bucket_that_was_not_measured_gets_the_next_one_s_plan() -> None:
@@ -56,9 +56,9 @@ def test_the_rule_gives_legal_plans(fmt: str, experts: int, hidden: int, width: 
 def assert_legal(plan: Plan, bucket: int) -> None:
     assert plan.block_m in (0, 16, 32, 64, 128)
     assert plan.block_m or bucket <= MAX_FEW
-    assert plan.parts > 0 and plan.prefetch >= 0
+    assert plan.prefetch & (plan.prefetch - 1) == 0
     for tiling in (plan.gate_up, plan.down):
-        assert tiling.block_n >= tuning.MIN_BLOCK_N and tiling.stages > 1
+        assert tiling.stages > 1 and tiling.block_n >= (16 if plan.block_m else 2)
         assert tiling.warps in (1, 2, 4, 8, 16)
 
 

@@ -188,3 +188,13 @@ def test_scales_that_say_nothing_are_refused(blocks: bool, bad: float) -> None:
     packed[name].view(-1)[-1] = bad
     with pytest.raises(CheckpointError, match=f"{name} must be finite and above 0"):
         load(stored, [packed], (200,), 140)
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_a_weight_that_is_no_number_is_refused(blocks: bool) -> None:
+    stored = stored_as(**(BLOCK if blocks else {}))
+    assert stored.encode is not None
+    packed = dict(stored.encode(torch.randn(200, 140)))
+    packed["weight"].view(torch.uint8)[7, 5] = 0xFF
+    with pytest.raises(CheckpointError, match="weight has 1 values that are not numbers"):
+        load(stored, [packed], (200,), 140)

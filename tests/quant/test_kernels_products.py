@@ -54,7 +54,7 @@ def prepare(
     weight: Weight, share: int | None = None, block_n: int = 32
 ) -> tuple[QuantizedLinear, Prepared]:
     """With `share` blocks a program for few rows; None: all rows are many. Of 64 weight rows a tile
-    and 16 tokens on there is one product a block, not one for each plane of words."""
+    on there is one product a block, not one for each plane of words."""
 
     def choose(packed, epilogue: str, bucket: int) -> Tiling | None:
         block_k = block_k_of(packed)
@@ -103,7 +103,7 @@ def draw(rows: int, weight: Weight) -> Tensor:
     [(name, EPILOGUES[index % 3]) for index, name in enumerate(WEIGHTS)]
     + [("int8 rows", epilogue) for epilogue in EPILOGUES],
 )
-@pytest.mark.parametrize(("rows", "block_n"), [(3, 32), (17, 64)])
+@pytest.mark.parametrize(("rows", "block_n"), [(3, 32), (3, 64), (17, 64)])
 def test_few_rows_of_every_format(name: str, epilogue: str, rows: int, block_n: int) -> None:
     weight = WEIGHTS[name]()
     bias = torch.randn(weight.out_features).half()

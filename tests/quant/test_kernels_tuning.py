@@ -83,7 +83,7 @@ def test_a_table_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.choose(weight, "add", 1) == Tiling(64, 128, 2, 4, 4, 2, 96)
     assert tuning.choose(weight, "add", 2) is None
     assert tuning.choose(weight, "add", 8) is None  # as many tokens a tile as two have
-    assert tuning.choose(weight, "add", 16) == tuning.rule(weight, 16, 132)
+    assert tuning.choose(weight, "add", 32) == tuning.rule(weight, 32, 132)
     assert tuning.choose(weight, "none", 2) == tuning.rule(weight, 2, 132)
 
 

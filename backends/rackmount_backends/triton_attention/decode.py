@@ -71,7 +71,7 @@ def _decode(
     program = tl.program_id(1)
 
     # Lengths and tables are older than the layer's product: what came before a product is complete
-    # when a kernel after it starts (see `triton_ops.launch`), and need not be waited for.
+    # when a kernel after it starts (see `rackmount_registry.device.launch`): none waits for them.
     members = tl.arange(0, BLOCK_R)
     is_member = members < num_requests
     requests = tl.load(requests_ptr + members, mask=is_member, other=0)

@@ -11,11 +11,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rackmount_backends.triton_linear import tuning
-from rackmount_backends.triton_linear.ahead import AheadCompiler
 from rackmount_backends.triton_linear.kernel import linear_kernel
 from rackmount_backends.triton_linear.tuning import Tiling
 from rackmount_backends.triton_ops.activation import silu_mul
-from rackmount_backends.triton_ops.launch import launch_options
+from rackmount_registry.device.ahead import AheadCompiler
+from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import EPILOGUES, Weight
 
 SIZES = ("M", "N", "K", "share", "x_stride", "residual_stride")

@@ -5,7 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_backends.triton_ops.launch import launch_options
+from rackmount_registry.device.launch import launch_options
 
 BLOCK = 1024
 """Ids, or blocks of a request, of a program."""

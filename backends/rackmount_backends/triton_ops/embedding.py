@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_backends.triton_ops.launch import block_of, launch_options, warps_for
+from rackmount_backends.triton_ops.launch import block_of, warps_for
+from rackmount_registry.device.launch import launch_options
 
 
 @triton.jit(do_not_specialize=["first", "num_rows"])

@@ -1,32 +1,11 @@
-"""What the launches of all kernels share: programmatic dependent launch, and tile sizes.
+"""Sizes that the launches of these kernels share."""
 
-With programmatic dependent launch (compute capability 9.0 on) the next kernel of the stream starts
-while this one still runs. So a kernel says early that the next may come (`gdc_launch_dependents`),
-which then loads what no kernel writes, its weights, and waits (`gdc_wait`) until all before it are
-complete before it reads or writes anything else. Kernels take the flag `PDL`.
-
-Products (`rackmount_registry.formats.LinearKernel`) wait before they say so, or say nothing. So
-whatever starts after a product finds complete what came before the product: decoding attention
-reads the step's lengths and tables, which are older than its layer's product, before it waits.
-"""
-
-from functools import cache
-from typing import Any
-
-import torch
 import triton
 
 VECTOR_BYTES = 16
 """Widest access of a thread."""
 LANES = 32
 MAX_WARPS = 16
-
-
-@cache
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch on `device`: the kernel's flag, and the launcher's."""
-    early = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": early, "launch_pdl": early}
 
 
 def warps_for(num_elements: int, itemsize: int, vectors: int) -> int:

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_backends.triton_ops.launch import block_of, launch_options, warps_for
+from rackmount_backends.triton_ops.launch import block_of, warps_for
+from rackmount_registry.device.launch import launch_options
 
 MANY_ROWS = 512
 """From here on rows fill the GPU: fewer threads a row, with more of its bytes in flight each."""

@@ -7,7 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_backends.triton_ops.launch import LANES, block_of, launch_options, warps_for
+from rackmount_backends.triton_ops.launch import LANES, block_of, warps_for
+from rackmount_registry.device.launch import launch_options
 
 MANY_TOKENS = 128
 """From here on tokens fill the GPU: a program takes all heads of its token, up to

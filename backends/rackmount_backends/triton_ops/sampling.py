@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_backends.triton_ops.launch import block_of, launch_options
+from rackmount_backends.triton_ops.launch import block_of
 from rackmount_backends.triton_ops.race import (
     INF,
     LOG2_E,
@@ -37,6 +37,7 @@ from rackmount_backends.triton_ops.race import (
     race_before,
 )
 from rackmount_backends.triton_ops.random import log2_bound, row_key
+from rackmount_registry.device.launch import launch_options
 from rackmount_registry.sampling import Draw, SamplingState
 
 PART = 256

@@ -1,4 +1,4 @@
-"""One block of a product: the device functions that the kernels of `product` and `few` share.
+"""One block of a product by the tensor cores: the device functions that `product` is made of.
 
 A tile is BLOCK_N rows of an expert's weight, on the M side of the matrix instruction, times
 BLOCK_M tokens, on its N side: eight tokens are enough to fill an instruction, and weights that are
@@ -64,27 +64,26 @@ def load_weight(
     block,
     N,
     K,
-    here,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     CODE: tl.constexpr,
     EVEN: tl.constexpr,
 ):
     """A block of an expert's rows: [BLOCK_N, BLOCK_K], or [BLOCK_N, words]. Through the descriptor,
-    by TMA, where there is one. Zeros where not `here`, which for a descriptor an expert below 0
-    says."""
+    by TMA, where there is one."""
     if descriptor is not None:
         w = descriptor.load([expert, tile * BLOCK_N, block * BLOCK_K]).reshape(BLOCK_N, BLOCK_K)
     elif CODE == "dense":
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         at = weight + (expert.to(tl.int64) * N + rows)[:, None] * K + k[None, :]
-        mask = here if EVEN else here & (k < K)[None, :]
-        w = tl.load(at, mask=mask, other=0)
+        if EVEN:
+            w = tl.load(at)
+        else:
+            w = tl.load(at, mask=(k < K)[None, :], other=0.0)
     else:
         WORDS: tl.constexpr = BLOCK_K // (8 if CODE == "int4" else 4)
         row = (expert.to(tl.int64) * tl.cdiv(K, BLOCK_K) + block) * N + rows
-        at = weight + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        w = tl.load(at, mask=here, other=0)
+        w = tl.load(weight + row[:, None] * WORDS + tl.arange(0, WORDS)[None, :])
     return w
 
 

@@ -4,22 +4,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from rackmount_moe.triton_experts import tuning
 from rackmount_moe.triton_experts.align import align
 from rackmount_moe.triton_experts.combine import combine_kernel
-from rackmount_moe.triton_experts.few import sum_kernel
 from rackmount_moe.triton_experts.launches import (
     Prepared,
     combine_launch,
     product_launch,
-    sum_launch,
+    vector_launch,
 )
 from rackmount_moe.triton_experts.packing import Packed, pack
 from rackmount_moe.triton_experts.product import product_kernel
 from rackmount_moe.triton_experts.tuning import Plan
+from rackmount_moe.triton_experts.vector import vector_kernel
 from rackmount_registry.device.ahead import AheadCompiler
 from rackmount_registry.experts import ExpertBundle, ExpertInput
 
@@ -33,7 +32,7 @@ class TritonExperts:
     Products are of weights as they are stored, exactly, and of inputs in the dtype of x, however
     the scheme would round those. A routing weight is applied between the two products, to what is
     rounded there anyway; results of a token's experts are rounded and added in float32, in the
-    order of its choices, or added first where tokens are few.
+    order of its choices, or added before they are rounded where tokens are few.
 
     The first run compiles the kernels for any number of tokens, side by side.
     """
@@ -51,10 +50,8 @@ class TritonExperts:
             ConfigError: groups of a quantized weight that the kernels cannot take.
         """
         gate_up, down = pack(bundle.gate_up), pack(bundle.down)
-        size = tuning.MAX_FEW * triton.cdiv(down.rows, tuning.MIN_BLOCK_N)
-        arrivals = torch.zeros(size, dtype=torch.int32, device=down.values.device)
         plans = tuple(self.choose(gate_up, down, bucket) for bucket in tuning.BUCKETS)
-        return Prepared(gate_up, down, arrivals, plans)
+        return Prepared(gate_up, down, plans)
 
     def run(self, given: ExpertInput, prepared: Prepared) -> Tensor:
         """[T, H] in the dtype of x."""
@@ -68,15 +65,15 @@ class TritonExperts:
         plan = prepared.plans[tuning.bucket_of(len(x))]
         width = prepared.gate_up.rows // 2
         act = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
-        blocks = None
-        if plan.block_m:
-            blocks = align(ids, len(prepared.gate_up.values), plan.block_m)
+        if not plan.block_m:
+            grid, arguments = vector_launch(plan, prepared, x, ids, weights, act)
+            vector_kernel[grid](**arguments)
+            grid, arguments = vector_launch(plan, prepared, act, ids, None, out)
+            vector_kernel[grid](**arguments)
+            return out
+        blocks = align(ids, len(prepared.gate_up.values), plan.block_m)
         grid, arguments = product_launch(plan, prepared, x, ids, blocks, weights, act)
         product_kernel[grid](**arguments)
-        if blocks is None:
-            grid, arguments = sum_launch(plan, prepared, act, ids, out)
-            sum_kernel[grid](**arguments)
-            return out
         results = torch.empty((ids.numel(), out.shape[1]), dtype=x.dtype, device=x.device)
         grid, arguments = product_launch(plan, prepared, act, ids, blocks, None, results)
         product_kernel[grid](**arguments)
@@ -90,7 +87,7 @@ class TritonExperts:
         if like in self._compiled:
             return
         self._compiled.add(like)
-        device, hidden, width = layer.arrivals.device, layer.down.rows, layer.gate_up.rows // 2
+        device, hidden, width = layer.down.values.device, layer.down.rows, layer.gate_up.rows // 2
 
         def new(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
             return torch.zeros((rows, columns), dtype=dtype, device=device)
@@ -99,16 +96,17 @@ class TritonExperts:
         out, results = new(2, hidden), new(2 * top_k, hidden)
         ids, weights = new(2, top_k, torch.int32), new(2, top_k, torch.float32)
         for plan in set(layer.plans):
-            gate_up = replace(plan.gate_up, programs=0)
-            down = replace(plan.down, programs=0)
-            blocks = align(ids, len(layer.gate_up.values), plan.block_m) if plan.block_m else None
-            _, arguments = product_launch(plan, layer, x, ids, blocks, weights, act)
-            self._ahead.start(product_kernel, (like, plan.block_m, gate_up, "gate_up"), arguments)
-            if blocks is None:
-                _, arguments = sum_launch(plan, layer, act, ids, out)
-                key = (like, down, plan.parts, plan.prefetch)
-                self._ahead.start(sum_kernel, key, arguments)
+            if plan.block_m:
+                blocks = align(ids, len(layer.gate_up.values), plan.block_m)
+                kernel = product_kernel
+                first = product_launch(plan, layer, x, ids, blocks, weights, act)
+                second = product_launch(plan, layer, act, ids, blocks, None, results)
             else:
-                _, arguments = product_launch(plan, layer, act, ids, blocks, None, results)
-                self._ahead.start(product_kernel, (like, plan.block_m, down, "down"), arguments)
+                kernel = vector_kernel
+                first = vector_launch(plan, layer, x, ids, weights, act)
+                second = vector_launch(plan, layer, act, ids, None, out)
+            for name, (_, arguments) in (("gate_up", first), ("down", second)):
+                tiling = replace(getattr(plan, name), programs=0)
+                key = (like, plan.block_m, plan.prefetch, name, tiling)
+                self._ahead.start(kernel, key, arguments)
         self._ahead.wait()

@@ -8,15 +8,14 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rackmount_moe.triton_experts import tuning
 from rackmount_moe.triton_experts.align import Blocks
 from rackmount_moe.triton_experts.packing import Packed
 from rackmount_moe.triton_experts.tuning import Plan, Tiling
 from rackmount_registry.device.launch import launch_options
 
-FEW_BLOCK_M = 16
-"""Tokens that the matrix instruction takes at least; one of them is there."""
 COMBINE_BLOCK = 1024
+LARGE_BLOCK_M = 128
+"""From here on blocks of tokens that are less than half full are worth kernels of their own."""
 
 Launch = tuple[tuple[int, ...], dict[str, Any]]
 """Grid and arguments."""
@@ -28,8 +27,6 @@ class Prepared:
 
     gate_up: Packed
     down: Packed
-    arrivals: Tensor
-    """int32, a counter for each tile and token where tokens are few: zeros between products."""
     plans: tuple[Plan, ...]
     """One for each of `tuning.BUCKETS`."""
 
@@ -39,7 +36,7 @@ def product_launch(
     layer: Prepared,
     x: Tensor,
     ids: Tensor,
-    blocks: Blocks | None,
+    blocks: Blocks,
     weights: Tensor | None,
     out: Tensor,
 ) -> Launch:
@@ -47,53 +44,45 @@ def product_launch(
     [T K, I]; or, without them, the second of x [T K, I] to out [T K, H]."""
     gated = weights is not None
     tiling, packed = (plan.gate_up, layer.gate_up) if gated else (plan.down, layer.down)
-    tiles = triton.cdiv(out.shape[1], tiling.block_n // 2 if gated else tiling.block_n)
-    programs = tiles * (ids.numel() if blocks is None else len(blocks.experts))
+    programs = triton.cdiv(packed.rows, tiling.block_n) * len(blocks.experts)
     if tiling.programs:
         programs = min(programs, tiling.programs * num_multiprocessors(x.device))
-    assert x.stride(1) == 1
     return (programs,), {
-        "x": x,
-        **_weight(packed, tiling, gated),
-        "experts": ids if blocks is None else blocks.experts,
-        "slots": None if blocks is None else blocks.slots,
-        "num_blocks": None if blocks is None else blocks.count,
-        "factors": weights,
-        "out": out,
+        **_arguments(packed, tiling, x, ids, weights, out),
+        "descriptor": _descriptor(packed, tiling, gated) if tiling.tma else None,
+        "experts": blocks.experts,
+        "slots": blocks.slots,
+        "num_blocks": blocks.count,
         "num_slots": ids.numel(),
-        "top_k": ids.shape[1] if gated else 1,
-        # One row has any stride, and the kernel wants one that keeps rows aligned.
-        "x_stride": x.stride(0) if len(x) > 1 else x.shape[1],
-        "BLOCK_M": plan.block_m or FEW_BLOCK_M,
-        "GATED": gated,
-        **_options(tiling, x.device),
+        "BLOCK_M": plan.block_m,
+        "BLOCK_K": packed.block_k or tiling.block_k,
+        "HALVES": plan.block_m >= LARGE_BLOCK_M,
+        "num_stages": tiling.stages,
     }
 
 
-def sum_launch(plan: Plan, layer: Prepared, act: Tensor, ids: Tensor, out: Tensor) -> Launch:
-    """Of `sum_kernel`: the second product and the sum, of act [T K, I] to out [T, H]."""
-    packed, tiling, tokens = layer.down, plan.down, len(out)
-    assert tokens <= tuning.MAX_FEW and tiling.block_n >= tuning.MIN_BLOCK_N
+def vector_launch(
+    plan: Plan, layer: Prepared, x: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor
+) -> Launch:
+    """Of `vector_kernel`: the first product, as `product_launch` says; or, without the weights, the
+    second and the sum, of x [T K, I] to out [T, H]."""
+    gated = weights is not None
+    tiling, packed = (plan.gate_up, layer.gate_up) if gated else (plan.down, layer.down)
+    choices = 1 if gated else ids.shape[1]
+    block_k = packed.block_k or tiling.block_k
     tiles = triton.cdiv(packed.rows, tiling.block_n)
-    partials = None
-    if plan.parts > 1:
-        size = (tiles, plan.parts, tokens, tiling.block_n)
-        partials = torch.empty(size, dtype=torch.float32, device=out.device)
-    return (tiles * plan.parts * tokens,), {
-        "x": act,
-        **_weight(packed, tiling, gated=False),
+    following = layer.down.values
+    return (tiles * len(out),), {
+        "following": following if gated else None,
+        "num_rows": len(out),
+        "num_choices": choices,
+        "following_size": following[0].numel(),
+        "MAX_CHOICES": triton.next_power_of_2(choices),
+        "BLOCK_K": block_k,
+        "STEP": max(1, tiling.block_k // block_k),
+        "PREFETCH": plan.prefetch if gated else 0,
+        **_arguments(packed, tiling, x, ids, weights, out),
         "experts": ids,
-        "partials": partials,
-        "arrivals": layer.arrivals,
-        "out": out,
-        "num_tokens": tokens,
-        "top_k": ids.shape[1],
-        "x_stride": act.shape[1],
-        "MAX_TOP_K": triton.next_power_of_2(ids.shape[1]),
-        "BLOCK_M": FEW_BLOCK_M,
-        "PARTS": plan.parts,
-        "PREFETCH": plan.prefetch,
-        **_options(tiling, out.device),
     }
 
 
@@ -119,34 +108,36 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _weight(packed: Packed, tiling: Tiling, gated: bool) -> dict[str, Any]:
-    """What both kernels of products are told of a weight."""
-    block_k, scales = packed.block_k or tiling.block_k, packed.scales
+def _arguments(
+    packed: Packed, tiling: Tiling, x: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor
+) -> dict[str, Any]:
+    """What both kernels of products are told."""
+    block_k, scales, gated = packed.block_k or tiling.block_k, packed.scales, weights is not None
+    assert x.stride(1) == 1
     return {
+        "x": x,
         "weight": packed.values,
-        "descriptor": _descriptor(packed, tiling, gated) if tiling.tma else None,
         "scales": scales,
         "zeros": packed.zeros,
         "order": packed.order,
+        "factors": weights,
+        "out": out,
+        "share": ids.shape[1] if gated else 1,
         "N": packed.rows,
         "K": packed.columns,
+        # One row has any stride, and the kernel wants one that keeps rows aligned.
+        "x_stride": x.stride(0) if len(x) > 1 else x.shape[1],
         "groups": packed.groups,
         "scale_stride": 1 if scales is None else scales.shape[-1],
         "BLOCK_N": tiling.block_n,
-        "BLOCK_K": block_k,
         "CODE": packed.code,
         "GROUP": packed.group,
         "SCALE_BLOCKS": packed.format == "fp8_blocks",
+        "GATED": gated,
         "EVEN": packed.columns % block_k == 0,
-    }
-
-
-def _options(tiling: Tiling, device: torch.device) -> dict[str, Any]:
-    return {
-        "COMPILED": device.type == "cuda",
+        "COMPILED": x.device.type == "cuda",
         "num_warps": tiling.warps,
-        "num_stages": tiling.stages,
-        **launch_options(device),
+        **launch_options(x.device),
     }
 
 

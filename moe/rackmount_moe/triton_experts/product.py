@@ -16,7 +16,7 @@ from rackmount_moe.triton_experts.block import (
 
 
 # A kernel for every number of slots would be compiled in vain.
-@triton.jit(do_not_specialize=["num_slots", "top_k"])
+@triton.jit(do_not_specialize=["num_slots", "share"])
 def product_kernel(
     x,
     weight,
@@ -30,7 +30,71 @@ def product_kernel(
     factors,
     out,
     num_slots,
-    top_k,
+    share,
+    N,
+    K,
+    x_stride,
+    groups,
+    scale_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    HALVES: tl.constexpr,
+    COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x [num_slots / share, K] with rows `x_stride` apart -> out [num_slots, N] or, of gate and up
+    rows, [num_slots, N / 2], times factors [num_slots] where there are any: slot s is row
+    s // share of x.
+
+    A block has up to BLOCK_M slots of one expert: `experts` int32 [blocks], `slots` int32
+    [blocks, BLOCK_M] with num_slots for none, which come last, `num_blocks` int32 [1]. Programs
+    take tiles of N, block after block, until there are no more; with HALVES those of a block that
+    is not half full are half as large. The weight is as `packing.Packed` says.
+    """
+    tiles = tl.cdiv(N, BLOCK_N)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    total = tl.load(num_blocks) * tiles
+    for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
+        block, tile = work // tiles, work % tiles
+        expert = tl.load(experts + block)
+        at = slots + block * BLOCK_M
+        if HALVES and tl.load(at + BLOCK_M // 2) == num_slots:
+            _multiply(
+                x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
+                out, num_slots, share, N, K, x_stride, groups, scale_stride, BLOCK_M // 2, BLOCK_N,
+                BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+            )  # fmt: skip
+        else:
+            _multiply(
+                x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
+                out, num_slots, share, N, K, x_stride, groups, scale_stride, BLOCK_M, BLOCK_N,
+                BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _multiply(
+    x,
+    weight,
+    descriptor,
+    scales,
+    zeros,
+    order,
+    expert,
+    tile,
+    slot_at,
+    factors,
+    out,
+    num_slots,
+    share,
     N,
     K,
     x_stride,
@@ -45,71 +109,47 @@ def product_kernel(
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
     COMPILED: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """x [num_slots / top_k, K] with rows `x_stride` apart -> out [num_slots, N] or, of gate and up
-    rows, [num_slots, N / 2], times factors [num_slots] where there are any: slot s is row
-    s // top_k of x.
-
-    A block has up to BLOCK_M slots of one expert: `experts` int32 [blocks], `slots` int32
-    [blocks, BLOCK_M] with num_slots for none, `num_blocks` int32 [1]. Without `slots` every slot is
-    a block, that of an expert below 0 is left out. Programs take tiles of N, block after block,
-    until there are no more. The weight is as `packing.Packed` says.
-    """
+    """A tile, of the slots that stand at `slot_at`."""
     OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     SCALED: tl.constexpr = scales is not None and GROUP > 0
     columns = N // 2 if GATED else N
-    tiles = tl.cdiv(columns, OUT)
-    m, n = tl.arange(0, BLOCK_M), tl.arange(0, OUT)
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
-    blocks = num_slots if slots is None else tl.load(num_blocks)
-    for work in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
-        block, tile = work // tiles, work % tiles
-        expert = tl.load(experts + block)
-        steps = tl.cdiv(K, BLOCK_K)
-        if slots is None:
-            slot = tl.where((m == 0) & (expert >= 0), block, num_slots)
-            steps = tl.where(expert >= 0, steps, 0)
-            expert = tl.maximum(expert, 0)
-        else:
-            slot = tl.load(slots + block * BLOCK_M + m)
-        valid = slot < num_slots
-        token_at = x + (slot // top_k).to(tl.int64) * x_stride
-        if GATED and descriptor is not None:
-            value = _gated_by_tma(
-                descriptor, expert, tile, steps, token_at, valid, K, BLOCK_M, OUT, BLOCK_K, EVEN
-            )
-        else:
-            rows = tile_rows(tile, N, BLOCK_N, GATED)
-            order_at = None
-            if order is not None:
-                order_at = order + expert.to(tl.int64) * steps * BLOCK_K
-            acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            for step in tl.range(0, steps):
-                w = load_weight(
-                    weight, descriptor, expert, tile, rows, step, N, K, True,
-                    BLOCK_N, BLOCK_K, CODE, EVEN,
-                )  # fmt: skip
-                tokens = load_tokens(token_at, valid, order_at, step, K, BLOCK_K, EVEN)
-                acc = add_block(
-                    acc, w, tokens, scales, zeros, expert, rows, step, N, groups, scale_stride,
-                    BLOCK_K, CODE, GROUP, SCALE_BLOCKS, SCALED, GATED, COMPILED,
-                )  # fmt: skip
-            if scales is not None and not SCALED:
-                row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
-                at = scales + expert.to(tl.int64) * scale_stride + row
-                acc *= tl.load(at).to(tl.float32)[:, None]
-            value = gated(acc, BLOCK_M, BLOCK_N) if GATED else acc
-        if factors is not None:
-            value *= tl.load(factors + slot, mask=valid, other=0.0).to(tl.float32)[None, :]
-        row = tile * OUT + n
-        tl.store(
-            out + slot.to(tl.int64)[None, :] * columns + row[:, None],
-            value.to(out.dtype.element_ty),
-            mask=valid[None, :] & (row < columns)[:, None],
+    slot = tl.load(slot_at + tl.arange(0, BLOCK_M))
+    valid = slot < num_slots
+    token_at = x + (slot // share).to(tl.int64) * x_stride
+    if GATED and descriptor is not None:
+        value = _gated_by_tma(
+            descriptor, expert, tile, token_at, valid, K, BLOCK_M, OUT, BLOCK_K, EVEN
         )
+    else:
+        rows = tile_rows(tile, N, BLOCK_N, GATED)
+        order_at = None
+        if order is not None:
+            order_at = order + expert.to(tl.int64) * tl.cdiv(K, BLOCK_K) * BLOCK_K
+        acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+        for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+            w = load_weight(
+                weight, descriptor, expert, tile, rows, step, N, K,
+                BLOCK_N, BLOCK_K, CODE, EVEN,
+            )  # fmt: skip
+            tokens = load_tokens(token_at, valid, order_at, step, K, BLOCK_K, EVEN)
+            acc = add_block(
+                acc, w, tokens, scales, zeros, expert, rows, step, N, groups,
+                scale_stride, BLOCK_K, CODE, GROUP, SCALE_BLOCKS, SCALED, GATED, COMPILED,
+            )  # fmt: skip
+        if scales is not None and not SCALED:
+            row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
+            at = scales + expert.to(tl.int64) * scale_stride + row
+            acc *= tl.load(at).to(tl.float32)[:, None]
+        value = gated(acc, BLOCK_M, BLOCK_N) if GATED else acc
+    if factors is not None:
+        value *= tl.load(factors + slot, mask=valid, other=0.0).to(tl.float32)[None, :]
+    column = tile * OUT + tl.arange(0, OUT)
+    tl.store(
+        out + slot.to(tl.int64)[None, :] * columns + column[:, None],
+        value.to(out.dtype.element_ty),
+        mask=valid[None, :] & (column < columns)[:, None],
+    )
 
 
 @triton.jit
@@ -117,7 +157,6 @@ def _gated_by_tma(
     descriptor,
     expert,
     tile,
-    steps,
     token_at,
     valid,
     K,
@@ -130,7 +169,7 @@ def _gated_by_tma(
     memory, where the matrix instruction takes them from: each has sums of its own."""
     gate = tl.zeros((OUT, BLOCK_M), tl.float32)
     up = tl.zeros((OUT, BLOCK_M), tl.float32)
-    for step in tl.range(0, steps):
+    for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
         w_gate = descriptor.load([2 * expert, tile * OUT, step * BLOCK_K])
         w_up = descriptor.load([2 * expert + 1, tile * OUT, step * BLOCK_K])
         tokens = load_tokens(token_at, valid, None, step, K, BLOCK_K, EVEN)

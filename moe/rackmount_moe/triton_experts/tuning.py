@@ -2,9 +2,9 @@
 close to it.
 
 A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/experts.py`:
-`{"fields": names of Tiling's fields, "shapes": {"FORMAT ExHxI": {bucket: [block_m, parts, prefetch,
-gate_up's values, down's values]}}}`. A bucket is the least power of two that holds the tokens.
-Tables are measured in bfloat16 with top-8; float16 shares them.
+`{"fields": names of Tiling's fields, "shapes": {"FORMAT ExHxI": {bucket: [block_m,
+prefetch, gate_up's values, down's values]}}}`. A bucket is the least power of two that holds the
+tokens. Tables are measured in bfloat16 with top-8; float16 shares them.
 """
 
 import json
@@ -18,8 +18,7 @@ import torch
 from rackmount_moe.triton_experts.packing import Packed
 
 MAX_FEW = 16
-"""Tokens up to which a plan may go slot by slot."""
-MIN_BLOCK_N = 16
+"""Tokens up to which a plan may have no blocks."""
 MAX_BUCKET = 15
 """Tokens above 2 ** 15 share that bucket's plan."""
 BUCKETS = tuple(1 << power for power in range(MAX_BUCKET + 1))
@@ -29,14 +28,15 @@ SLOTS_A_TOKEN = 8
 
 @dataclass(frozen=True)
 class Tiling:
-    """How one product is cut; see `block`."""
+    """How one product is cut; see `product.product_kernel`, or `vector.vector_kernel` for a plan
+    without blocks."""
 
     block_n: int
     """Weight rows a tile; of gate and up rows half are gate rows."""
     block_k: int
-    """Of dense weights. Others have their own."""
+    """Columns read at a time. A product in blocks of a weight that is not dense has its own."""
     stages: int
-    """Depth of the pipeline of loads."""
+    """Depth of the pipeline of loads; without blocks it is two."""
     warps: int
     programs: int = 0
     """Programs of a multiprocessor, which share the tiles; 0: one for each tile."""
@@ -51,11 +51,10 @@ class Plan:
     gate_up: Tiling
     down: Tiling
     block_m: int = 0
-    """Slots of an expert in a block; 0: tokens are few, and each slot is a block of its own."""
-    parts: int = 1
-    """Programs that share a tile of the second product where tokens are few."""
+    """Slots of an expert in a block; 0: tokens are few, there are no blocks."""
     prefetch: int = 0
-    """Blocks that each of them calls into L2 while the first product still runs."""
+    """Lines of the second weight that each program of the first product calls into L2 at its end,
+    where there are no blocks; a power of two, or 0."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -97,35 +96,27 @@ def parse(table: Mapping) -> Mapping[str, Mapping[int, Plan]]:
 
     return {
         shape: {
-            int(bucket): Plan(tiling(gate_up), tiling(down), block_m, parts, prefetch)
-            for bucket, (block_m, parts, prefetch, gate_up, down) in row.items()
+            int(bucket): Plan(tiling(gate_up), tiling(down), block_m, prefetch)
+            for bucket, (block_m, prefetch, gate_up, down) in row.items()
         }
         for shape, row in table["shapes"].items()
     }
 
 
 def rule(gate_up: Packed, down: Packed, bucket: int) -> Plan:
-    """A guess for what was not measured: slot by slot while few tokens share an expert; then blocks
-    that hold about the tokens of an expert, and weights read through about 100 KB of loads under
-    way on each multiprocessor; large tiles once arithmetic is the limit."""
+    """A guess for what was not measured: no blocks while few tokens share an expert; then blocks
+    that hold about the tokens of an expert, and a pipeline short enough for several programs on a
+    multiprocessor; large tiles once arithmetic is the limit, though not so large that only one
+    program fits."""
     dense = gate_up.code == "dense"
     each = bucket * SLOTS_A_TOKEN / max(1, len(gate_up.values))
-    if bucket <= 4:
-        return Plan(
-            gate_up=Tiling(64, 128, 4 if dense else 5, 4),
-            down=Tiling(64, 128, 6, 4),
-            parts=_parts(down, bucket),
-            prefetch=2,
-        )
+    if bucket <= 2:
+        if dense:
+            return Plan(Tiling(4, 512, 2, 2), Tiling(8, 256, 2, 8))
+        return Plan(Tiling(16, 512, 2, 2), Tiling(8, 128, 2, 4))
     block_m = next((size for size in (16, 32, 64) if each <= 0.75 * size), 128)
     if block_m < 128:
         return Plan(Tiling(64, 128, 4, 4), Tiling(64, 128, 4, 4), block_m)
     if dense:
-        return Plan(Tiling(256, 64, 3, 8), Tiling(256, 64, 3, 8), block_m)
-    return Plan(Tiling(128, 64, 3, 8), Tiling(128, 64, 3, 8), block_m)
-
-
-def _parts(down: Packed, bucket: int) -> int:
-    """So many that about 256 programs are there."""
-    tiles = bucket * -(-down.rows // 64)
-    return next((parts for parts in (8, 4, 2) if tiles * parts <= 256), 1)
+        return Plan(Tiling(128, 64, 3, 4), Tiling(128, 64, 3, 4), block_m)
+    return Plan(Tiling(64, 128, 3, 4), Tiling(64, 128, 3, 4), block_m)

@@ -1,5 +1,9 @@
-"""The product of few rows with a quantized weight, which becomes 16-bit in registers: as exact as
-the weight is, at the speed at which its bytes can be read.
+"""The product of few rows with a quantized weight, which becomes 16-bit in registers, at the speed
+at which its bytes can be read.
+
+Up to 16 rows products are as exact as the weight: a group's scale multiplies a float32 sum. Above,
+it multiplies the values, and is rounded to 16 bits as they are: then one chain of MMAs runs while
+the next values are unpacked, in fewer registers.
 
 How it is cut into programs: `rackmount_registry.device.stream_k`. How words hold values:
 `rackmount_registry.device.unpack`.
@@ -9,12 +13,13 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_registry.device.stream_k import finish, load_rows, prefetch, tile_rows
+from rackmount_registry.device.stream_k import finish, load_rows, prefetch, rows_at, tile_rows
 from rackmount_registry.device.unpack import (
     fp8_planes,
     int4_planes,
     int8_planes,
     plane_columns,
+    scale_rows,
     unpack_fp8,
     unpack_int4,
     unpack_int8,
@@ -59,6 +64,7 @@ def few_rows_kernel(
     EVEN_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PREFETCH: tl.constexpr,
+    SCALES_AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -72,27 +78,41 @@ def few_rows_kernel(
     row.
 
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
-    there. ALIGNED: no program has blocks of two tiles. PREFETCH: so many blocks are called into L2
-    before x may be read.
+    there. ALIGNED: no program has blocks of two tiles. PREFETCH, SCALES_AHEAD: of so many blocks
+    the words, or scales and zeros, are called into L2 before x may be read.
     """
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
     W: tl.constexpr = BLOCK_K // NUM // (BITS // 16)
+    SCALED_SUMS: tl.constexpr = GROUPED and (PLANES or BLOCK_M <= 16)
     blocks = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, tl.cdiv(N, BLOCK_N) * blocks)
     tile = first // blocks
     m, j = tl.arange(0, BLOCK_M), tl.arange(0, W)
-    if COMPILED and PREFETCH > 0:
+    if COMPILED:
         start = first - tile * blocks
-        _prefetch(
-            words, tile, start, blocks, N, row_stride, block_stride, BLOCK_N, W, PREFETCH, SILU_MUL
-        )
+        if PREFETCH > 0:
+            _prefetch(
+                words, tile, start, blocks, N, row_stride, block_stride, BLOCK_N, W, PREFETCH,
+                SILU_MUL,
+            )  # fmt: skip
+        if GROUPED:
+            ahead = tl.minimum(start + tl.arange(0, SCALES_AHEAD), blocks - 1)
+            n = tl.arange(0, BLOCK_N // 32) * 32
+            place = rows_at(n, tile, N, BLOCK_N, SILU_MUL)[None, :] // ROWS_PER_SCALE
+            place += (ahead // BLOCKS_PER_SCALE * scale_stride)[:, None]
+            prefetch(scales + place)
+            if zeros is not None:
+                prefetch(zeros + place)
     if not GROUPED and ALIGNED:
         row_scales = load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, HALVES)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SCALED_SUMS:
+        group = (first - tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+        sum_scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for flat in tl.range(first, last):
         if not ALIGNED:
@@ -112,7 +132,7 @@ def few_rows_kernel(
         else:
             zero = tl.load(zeros + group + rows // ROWS_PER_SCALE).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
-        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if GROUPED else acc
+        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALED_SUMS else acc
         if PLANES:
             if FORMAT == "int4":
                 planes = int4_planes(packed, zero, dtype, COMPILED)
@@ -131,11 +151,21 @@ def few_rows_kernel(
                 values = unpack_int8(packed, zero, dtype, COMPILED)
             else:
                 values = unpack_fp8(packed, dtype, COMPILED)
+            if GROUPED and not SCALED_SUMS:
+                scale = tl.load(scales + group + rows // ROWS_PER_SCALE)
+                values = scale_rows(values, scale.to(tl.float32), COMPILED)
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part)
-        if GROUPED:
-            scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
-            acc += part * scale.to(tl.float32)[:, None]
+        if SCALED_SUMS:
+            # The next block's, before they are needed.
+            following = tl.minimum(flat + 1, last - 1)
+            its_tile = tile if ALIGNED else following // blocks
+            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+            loaded = load_rows(
+                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES
+            )
+            acc += part * sum_scale.to(tl.float32)[:, None]
+            sum_scale = loaded
         else:
             acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation

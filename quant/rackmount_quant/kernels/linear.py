@@ -25,6 +25,8 @@ SIZES = (
     *("row_stride", "block_stride", "scale_stride"),
 )
 """Arguments that a compiled kernel does not depend on, as long as they are multiples of 16."""
+MOST_SCALES_AHEAD = 32
+"""Blocks whose scales are called into L2 at a program's start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +38,8 @@ class Prepared:
     """int32, a counter for each tile: zeros between products."""
     tilings: dict[str, tuple[Tiling | None, ...]]
     """Epilogue -> one for each of `tuning.BUCKETS`; None where many rows are multiplied."""
+    uses: tuple[str, ...] = ("none",)
+    """Epilogues that will be asked for."""
     many: Any = None
     """What a kernel's `many_rows` needs beside."""
 
@@ -72,6 +76,7 @@ class QuantizedLinear:
         """The weight in words, with a tiling for every number of rows; kernels for `uses` begin to
         be compiled."""
         packed = self.pack(weight)
+        epilogues = tuple("none" if use == "run" else use for use in uses)
         num_tiles = triton.cdiv(packed.n, tuning.MIN_BLOCK_N)
         prepared = Prepared(
             packed=packed,
@@ -80,18 +85,18 @@ class QuantizedLinear:
                 epilogue: tuple(self.choose(packed, epilogue, bucket) for bucket in tuning.BUCKETS)
                 for epilogue in ("none", *EPILOGUES)
             },
+            uses=epilogues or ("none",),
             many=self.prepare_many(weight, packed),
         )
         if packed.words.device.type == "cuda":
-            for use in uses:
-                self._compile(prepared, "none" if use == "run" else use)
+            for epilogue in epilogues:
+                self._compile(prepared, epilogue)
         return prepared
 
     def _compile(self, prepared: Prepared, epilogue: str) -> None:
-        """Kernels for any number of rows. Scales in half precision come with activations in it."""
+        """Kernels for any number of rows in bfloat16; nothing says here what x will be."""
         packed, silu = prepared.packed, epilogue == "silu_mul"
-        half = packed.scales.dtype == torch.float16
-        like = packed.scales.new_empty(0, dtype=torch.float16 if half else torch.bfloat16)
+        like = packed.scales.new_empty(0, dtype=torch.bfloat16)
         for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
             if tiling is None:
                 continue
@@ -224,6 +229,7 @@ def plan(
         "EVEN_K": k % tiling.block_k == 0,
         "SILU_MUL": silu,
         "PREFETCH": tiling.prefetch,
+        "SCALES_AHEAD": triton.next_power_of_2(min(tiling.share, MOST_SCALES_AHEAD)),
         "COMPILED": x.device.type == "cuda",
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,

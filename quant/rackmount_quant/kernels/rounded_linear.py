@@ -41,7 +41,9 @@ class RoundedLinear(QuantizedLinear):
 
     def rounds(self, prepared: Prepared, num_rows: int) -> bool:
         """Where many rows are multiplied, and rounded for it."""
-        return prepared.many is not None and prepared.tiling("none", num_rows) is None
+        if prepared.many is None:
+            return False
+        return all(prepared.tiling(epilogue, num_rows) is None for epilogue in prepared.uses)
 
     def round_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, prepared: Prepared

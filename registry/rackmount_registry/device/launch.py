@@ -6,7 +6,8 @@ kernel writes, its weights, and waits (`gdc_wait`) until all before it are compl
 or writes anything else. Kernels take the flag `PDL`.
 
 Products (`rackmount_registry.formats.LinearKernel`) wait before they say so, or say nothing. So
-whatever starts after a product finds complete what came before the product.
+whatever starts after a product finds complete what came before the product: decoding attention
+reads the step's lengths and tables, which are older than its layer's product, before it waits.
 """
 
 from functools import cache

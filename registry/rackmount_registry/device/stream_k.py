@@ -14,12 +14,20 @@ is inline assembly.
 import triton
 import triton.language as tl
 
+UNROLLED_M: tl.constexpr = tl.constexpr(16)
+"""Up to so many tokens a tile its parts are read at once; more would take too many registers."""
+
 
 @triton.jit
 def tile_rows(tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
     """Rows of the weight in a tile, [BLOCK_N]: consecutive ones, or gate rows and their up rows.
     The last ones repeat where the tile stands out."""
-    n = tl.arange(0, BLOCK_N)
+    return rows_at(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, SILU_MUL)
+
+
+@triton.jit
+def rows_at(n, tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
+    """Those at places n of the tile."""
     if SILU_MUL:
         half = BLOCK_N // 2
         return tl.minimum(tile * half + n % half, N // 2 - 1) + n // half * (N // 2)
@@ -119,15 +127,24 @@ def finish(
             complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == end - begin
             if complete:
                 acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                for part in tl.static_range(PARTS):
-                    program = begin + part
-                    slot = 2 * program + (program * share < start)
-                    at = partials + slot * BLOCK_M * BLOCK_N + inner
-                    mask = (m < M) & (program <= end)
-                    acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+                if BLOCK_M <= UNROLLED_M:
+                    for part in tl.static_range(PARTS):
+                        acc += _part(partials, inner, begin + part, end, start, share, m < M)
+                else:
+                    for program in tl.range(begin, end + 1, num_stages=1):
+                        acc += _part(partials, inner, program, end, start, share, m < M)
                 tl.store(arrivals + tile, 0)
         if complete:
             write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+
+
+@triton.jit
+def _part(partials, inner, program, end, start, share, mask):
+    """A program's sums of the tile that begins at block `start`; zeros for programs past `end`."""
+    slot = 2 * program + (program * share < start)
+    size: tl.constexpr = inner.shape[0] * inner.shape[1]
+    at = partials + slot * size + inner
+    return tl.load(at, mask=mask & (program <= end), other=0.0, cache_modifier=".cg")
 
 
 @triton.jit

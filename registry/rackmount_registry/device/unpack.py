@@ -117,6 +117,12 @@ def unpack_fp8(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
+def scale_rows(values, scales, COMPILED: tl.constexpr):
+    """values [R, K] times scales float32 [R], which are rounded to the values' dtype first."""
+    return _fma_halves(values, scales[:, None], -0.0, COMPILED)
+
+
+@triton.jit
 def _in_order(pairs, dtype: tl.constexpr):
     """pairs int32 [R, W, I] -> the values of both halves [R, 2 W I], by their columns."""
     R: tl.constexpr = pairs.shape[0]
