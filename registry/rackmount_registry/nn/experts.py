@@ -199,9 +199,7 @@ class Experts(Socket):
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias.tensor if self.bias is not None else None
         slots = wanted_rows(self.step, self.step.slots) if self.cut else self.step.slots
-        expert_ids, weights = self.ops.gate(
-            x, self.router, self.routing, bias, slots, self.state
-        )
+        expert_ids, weights = self.ops.gate(x, self.router, self.routing, bias, slots, self.state)
         given = self.dispatcher.dispatch(x, expert_ids, weights)
         return self.reduced(self.dispatcher.combine(self.kernel.run(given, self.prepared), given))
 
