@@ -76,8 +76,9 @@ class EngineConfig:
     """"fcfs", or "priority": lower numbers first."""
     enable_prefix_caching: bool = True
     enable_mixed_steps: bool = True
-    """Compute prompts beside tokens that are decoded; otherwise first, by themselves: batches then
-    decode in full, for more tokens a second, and answers pause while prompts arrive."""
+    """Compute prompts beside tokens that are decoded; otherwise first, by themselves, as long as
+    the pool has room for running requests as well: batches then decode in full, for more tokens a
+    second, and answers pause while prompts arrive."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
     async_scheduling: bool | None = None

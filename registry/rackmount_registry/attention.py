@@ -37,7 +37,7 @@ class KVCache:
     @property
     def features(self) -> frozenset[str]:
         """Extras that a backend must declare to read this cache."""
-        return frozenset({"head_scales"} if self.per == "head" else ())
+        return frozenset({"head_scales"} if self.per == "head" and self.scale is None else ())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,6 +15,7 @@ from rackmount_registry.errors import CheckpointError
 REPO = "acme/llm"
 STORED = [
     "config.json",
+    "quantize_config.json",
     "generation_config.json",
     "model-00001-of-00002.safetensors",
     "model-00002-of-00002.safetensors",
@@ -98,12 +99,12 @@ def test_a_target_is_a_name_and_maybe_a_revision(asked: Asked, tmp_path: Path) -
 
 def test_only_files_that_a_reader_reads_are_fetched_and_none_in_folders(asked: Asked) -> None:
     fetch(REPO, silent)
-    assert asked.files() == STORED[:8]
+    assert asked.files() == STORED[:9]
 
 
 def test_without_weights_the_configuration_alone_is_fetched(asked: Asked) -> None:
     fetch(REPO, silent, weights=False)
-    assert asked.files() == ["config.json"]
+    assert asked.files() == ["config.json", "quantize_config.json"]
 
 
 @pytest.mark.parametrize(

@@ -211,6 +211,8 @@ def test_a_file_beside_the_configuration_may_say_how_weights_are_quantized(
     write_json(single / name, {"bits": 4})
     expected = CONFIG | {"quantization_config": {"quant_method": method, "bits": 4}}
     assert open_checkpoint(single).config == expected
+    write_json(single / "config.json", CONFIG | {"quantization_config": None})
+    assert open_checkpoint(single).config == expected
     write_json(single / "config.json", CONFIG | {"quantization_config": {"quant_method": "w8"}})
     assert open_checkpoint(single).config["quantization_config"] == {"quant_method": "w8"}
 

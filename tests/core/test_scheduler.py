@@ -59,6 +59,18 @@ def test_a_prompt_waits_for_decoding_where_it_would_take_its_last_blocks() -> No
     assert [counts_of_step(scheduler) for _ in range(3)] == [{"a": 1}, {"a": 1}, {"b": 11}]
 
 
+def test_prompts_come_first_only_where_the_pool_holds_them_whole() -> None:
+    scheduler = scheduler_of(
+        max_num_batched_tokens=4, num_blocks=6, block_size=4, enable_mixed_steps=False
+    )
+    scheduler.add(request_of("a", range(4), max_tokens=6))
+    assert counts_of_step(scheduler) == {"a": 4}
+    scheduler.add(request_of("b", range(5, 21), max_tokens=2))
+    # Of five blocks b's prompt takes four, and each of the two may need one more.
+    assert counts_of_step(scheduler) == {"a": 1, "b": 3}
+    assert scheduler.totals.total_preemptions == 0
+
+
 def test_a_long_prompt_takes_no_more_than_its_threshold() -> None:
     scheduler = scheduler_of(long_prefill_token_threshold=6)
     scheduler.add(request_of("long", range(15)))

@@ -15,18 +15,19 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError:
 )
 from tqdm.auto import tqdm  # type: ignore[import-untyped]  # it ships no types
 
+from rackmount.loading.safetensors_reader import QUANTIZATION_FILES
 from rackmount_registry.checkpoint import Report
 from rackmount_registry.errors import CheckpointError
 
 FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-CONFIG_FILES = ("config.json",)
+CONFIG_FILES = ("config.json", *QUANTIZATION_FILES)
 NOT_READ = ("*/*", "consolidated*")
 """Exports in folders (onnx/, original/), and the weights once more as their author saved them."""
 
 
 def fetch(target: str, report: Report, *, weights: bool = True) -> Path:
     """Downloads `owner/name` or `owner/name@revision` into the hub's own cache, or finds it there;
-    without `weights` only its config.json.
+    without `weights` only its configuration.
 
     Raises:
         CheckpointError: the hub does not know or not give it, or cannot be reached and the cache

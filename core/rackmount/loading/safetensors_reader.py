@@ -146,7 +146,7 @@ def read_configuration(file: Path) -> Mapping[str, Any]:
     """
     config = read_json(file)
     beside = [name for name in QUANTIZATION_FILES if (file.parent / name).exists()]
-    if "quantization_config" in config or not beside:
+    if config.get("quantization_config") is not None or not beside:
         return config
     if len(beside) > 1:
         raise CheckpointError(

@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,6 +42,17 @@ class _InFlight:
     sample_positions: np.ndarray
     leaving: list[Request] = field(default_factory=list)
     """Requests whose row and blocks become free with this step's end."""
+
+
+class _Short(NamedTuple):
+    """Running rows that lack blocks for what they would compute."""
+
+    places: np.ndarray
+    """Among the rows."""
+    columns: np.ndarray
+    """Blocks that each has."""
+    needs: np.ndarray
+    """Blocks that each lacks."""
 
 
 class Scheduler:
@@ -150,12 +162,15 @@ class Scheduler:
             counts[counts == 1] = 0
         if int(counts.sum()) > budget:
             counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
-        growth, counts = self._grow(rows, starts, counts)
+        short = self._short(rows, starts, counts)
+        if prompts_only and not self.pool.can_allocate(int(short.needs.sum()) + rows.size):
+            return None  # decoding may need what is left: the usual rules say who goes on
+        growth, counts = self._grow(rows, starts, counts, short)
         admitted: list[RowAdmission] = []
         if counts.size < rows.size:  # after a preemption nobody enters: it would be the next victim
             rows, starts = rows[: counts.size], starts[: counts.size]
         elif self._waiting:
-            spared = rows.size if prompts_only else 0
+            spared = self._reserve(rows) if prompts_only else None
             admitted, new_counts = self._admit(budget - int(counts.sum()), spared)
             if admitted:
                 rows = np.append(rows, [entry.row for entry in admitted])
@@ -215,8 +230,22 @@ class Scheduler:
         self.update(plan, np.zeros(step.sample_rows.size, np.int64))
         return requests
 
+    def _short(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> _Short:
+        """Which of `rows` lack blocks for their next `counts` tokens."""
+        block_size, capacity = self.config.block_size, self._table.capacity
+        places = (starts + counts > capacity[rows]).nonzero()[0]
+        columns = capacity[rows[places]] // block_size
+        needs = -(-(starts[places] + counts[places]) // block_size) - columns
+        return _Short(places, columns, needs)
+
+    def _reserve(self, rows: np.ndarray) -> int:
+        """Blocks that running requests will need: those of their known tokens, and one each."""
+        table, block_size = self._table, self.config.block_size
+        missing = -(-table.num_tokens[rows] // block_size) - table.capacity[rows] // block_size
+        return int(np.maximum(missing, 0).sum()) + rows.size
+
     def _grow(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray
+        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, lacking: _Short
     ) -> tuple[Growth, np.ndarray]:
         """Gives running rows the blocks for their next `counts` tokens; gives the counts that stay.
 
@@ -225,9 +254,7 @@ class Scheduler:
         order compute what fits their blocks, and wait.
         """
         table, block_size = self._table, self.config.block_size
-        short = (starts + counts > table.capacity[rows]).nonzero()[0]
-        columns = table.capacity[rows[short]] // block_size
-        needs = -(-(starts[short] + counts[short]) // block_size) - columns
+        short, columns, needs = lacking
         while not self.pool.can_allocate(total := int(needs.sum())):
             if self._in_flight:
                 counts[short[-1]] = columns[-1] * block_size - starts[short[-1]]
@@ -249,9 +276,10 @@ class Scheduler:
         )
         return growth, counts[: self._running.size]
 
-    def _admit(self, budget: int, spared: int) -> tuple[list[RowAdmission], list[int]]:
-        """Moves waiting requests into free rows, in order, until one lacks blocks. Of the blocks
-        `spared` are left to others.
+    def _admit(self, budget: int, spared: int | None) -> tuple[list[RowAdmission], list[int]]:
+        """Moves waiting requests into free rows, in order, until one lacks blocks: those for the
+        tokens that it computes in this step; or, where `spared` blocks are left to others, for its
+        whole prompt and one more.
 
         Also gives how many tokens each of them computes in this step.
         """
@@ -272,9 +300,14 @@ class Scheduler:
                 count = min(count, config.long_prefill_token_threshold)
             num_new = -(-(num_computed + count) // config.block_size) - len(hits)
             num_taken = num_new + sum(not block.ref_count for block in hits)
-            if not pool.can_allocate(num_taken + spared):
-                if not spared:
-                    self._turned_away = request, num_taken
+            later = 0
+            if spared is not None:
+                later = -(-token_ids.size // config.block_size) - len(hits) - num_new + 1
+                if not pool.can_allocate(num_taken + later + spared):
+                    break
+                spared += later
+            elif not pool.can_allocate(num_taken):
+                self._turned_away = request, num_taken
                 break
             del self._waiting[0]
             pool.touch(hits)
