@@ -50,7 +50,7 @@ def saturation(core: EngineCore) -> list[str]:
         return [f"WARNING: {wrong}"]
     return [
         f"KV scales hold {core.num_tried} random tokens: no layer has more than {TOO_MANY:.2%} of "
-        "its keys or values at FP8's end; real text may reach further"
+        "its keys or values stored as the largest FP8 number; real text may reach further"
     ]
 
 

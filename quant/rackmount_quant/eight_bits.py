@@ -86,9 +86,18 @@ def _finish_rows(
         scales = scales.repeat_interleave(sizes, -1, output_size=sum(parts))
     named = {"values": _numbers(tensors["weight"]), "scales": scales}
     if activation == "tensor":
-        # The largest serves all parts and experts: no input is clamped that was not before.
-        named["input_scale"] = check_scales(tensors[input_scale], input_scale).amax().view(1)
+        is_bundle = tensors["weight"].dim() == 3
+        named["input_scale"] = _largest(tensors[input_scale], input_scale, is_bundle)
     return Weight(form, named, parts, in_features, activation=activation)
+
+
+def _largest(scales: Tensor, what: str, is_bundle: bool) -> Tensor:
+    """float32 [1], the input scale for all parts and experts: no input is clamped that was not
+    before. Calibration gives an expert that no token reached 0 or NaN; such are passed over."""
+    if not is_bundle:
+        return check_scales(scales, what).amax().view(1)
+    largest = scales.where(torch.isfinite(scales) & (scales > 0), 0).amax().view(1)
+    return check_scales(largest, f"the largest {what} of all experts")
 
 
 def _numbers(values: Tensor) -> Tensor:
@@ -173,5 +182,6 @@ FP8_ONLINE = StoredFormat(
     "fp8_rows",
     _finish_online,
     lambda dense: {"weight": dense},
+    held_bytes=lambda rows, columns: rows * (columns + torch.float32.itemsize),
 )
 """A plain weight, rounded once it is loaded."""

@@ -220,6 +220,9 @@ class StoredFormat:
     encode: Callable[[Tensor], Mapping[str, Tensor]] | None = field(default=None, compare=False)
     """`encode(weight [out, in])`, whole and in plain floats -> the tensors that a checkpoint stores
     for it, rounded to nearest. None: the format is only read."""
+    held_bytes: Callable[[int, int], int] | None = field(default=None, compare=False)
+    """`held_bytes(rows, columns)` of the tensors that `finish` gives for a matrix. None: about what
+    is stored."""
 
 
 def _finish_dense(

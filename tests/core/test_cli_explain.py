@@ -12,6 +12,7 @@ import rackmount.plugin
 import rackmount_backends.plugin
 import rackmount_executors.plugin
 import rackmount_models.plugin
+import rackmount_quant.plugin
 from rackmount.cli.app import build_app
 from rackmount.report import size
 from rackmount_registry import hookimpl
@@ -139,6 +140,14 @@ def test_an_fp8_cache_takes_half_and_its_scales_are_named(folder):
     assert "KV cache in" not in explain(folder).stdout
     gpu = explain(folder, *args, "--device", "cuda", "--dtype", "float32").stdout
     assert "attention_backend: torch" in gpu  # triton's kernels widen to 16 bits
+
+
+def test_weights_that_are_rounded_while_loaded_count_as_held(folder):
+    args = ["--quantization", "fp8", "--memory-gib", "80"]
+    plugins = PLUGINS | {"rackmount-plugins-quant": rackmount_quant.plugin}
+    content = figures(folder, *args, plugins=plugins)
+    rows, columns_by_rows = 28 * 12 * 1024, 28 * 15 * 1024 * 1024  # of all products but the head
+    assert content["weight_bytes"] == 2 * 596_049_920 - columns_by_rows + 4 * rows
 
 
 def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
@@ -361,7 +370,9 @@ def test_of_a_model_on_the_hub_only_the_configuration_is_fetched(folder, monkeyp
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     assert figures("qwen3-0.6b")["weight_bytes"] == 2 * 596_049_920
-    assert asked == [("Qwen/Qwen3-0.6B", ["config.json"])]
+    (name, files), *others = asked
+    assert (name, files[0], others) == ("Qwen/Qwen3-0.6B", "config.json", [])
+    assert not any("safetensors" in file or "tokenizer" in file for file in files)
 
 
 def test_a_model_file_with_its_configuration_inside_is_opened_for_it(tmp_path, monkeypatch):

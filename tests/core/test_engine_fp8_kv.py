@@ -13,6 +13,7 @@ from tests.helpers.mounting import mount_reference, plugins
 from torch import Tensor
 
 from rackmount.config import EngineConfig
+from rackmount.execution.saturation import too_small
 from rackmount.report import startup_report
 from rackmount_registry import hookimpl
 from rackmount_registry.attention import FP8, KVCache
@@ -150,6 +151,14 @@ def test_saturation_is_told_by_layer_and_share(
     assert "KV cache in float8_e4m3fn, scales: 1e-06 for all" in report
     (line,) = (line for line in report if line.startswith("WARNING"))
     assert told in line and "layer 0 (" in line and "kv_cache_dtype='model'" in line
+
+
+def test_a_channel_at_its_calibrated_largest_tells_of_no_scale_too_small() -> None:
+    one_of_a_head = 1 / 128
+    assert too_small([(one_of_a_head, 0.0), (0.0, one_of_a_head)], 64) == ""
+    told = too_small([(0.0, 0.0), (0.0, 0.02)], 64)
+    assert "in 1 of 2 layers" in told
+    assert "stored as the largest FP8 number: layer 1 (0.00%, 2.00%);" in told
 
 
 def test_the_share_is_that_of_numbers_beyond_the_scale(plain: Path) -> None:

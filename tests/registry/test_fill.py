@@ -5,7 +5,7 @@ import importlib
 import math
 import weakref
 from collections import defaultdict
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rackmount_registry.axes import Axis, Mesh, Solo
 from rackmount_registry.errors import CheckpointError
 from rackmount_registry.formats import QuantizationScheme
-from rackmount_registry.mount import Mounted, assemble, fill, fill_randomly
+from rackmount_registry.mount import Draft, Mounted, assemble, fill, fill_randomly
 from rackmount_registry.nn import (
     Embedding,
     Experts,
@@ -73,6 +73,17 @@ def mount(
 ) -> Reference:
     drafted = draft_module(lambda: Model(tied), dtype=dtype, mesh=mesh)
     return mount_draft(drafted, checkpoint)
+
+
+def assembled(drafted: Draft) -> Mounted:
+    """Waits for its weights."""
+    return assemble(
+        drafted,
+        chosen_parts(drafted),
+        ReferenceStep(),
+        device=torch.device("cpu"),
+        max_positions=1,
+    )
 
 
 def assert_refused_unread(tensors: dict[str, Tensor], rule: str) -> None:
@@ -246,13 +257,7 @@ def test_tensors_are_streamed_one_at_a_time() -> None:
 
 def test_progress_is_told_in_bytes_up_to_the_end() -> None:
     drafted = draft_module(Model, dtype=torch.bfloat16)
-    mounted = assemble(
-        drafted,
-        chosen_parts(drafted),
-        ReferenceStep(),
-        device=torch.device("cpu"),
-        max_positions=1,
-    )
+    mounted = assembled(drafted)
     told: list[tuple[str, int, int | None]] = []
     fill(mounted, MemoryCheckpoint(whole_tensors()), lambda *step: told.append(step))
     assert {(stage, total) for stage, _, total in told} == {("load", drafted.weight_bytes)}
@@ -300,6 +305,31 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(mesh: Mesh | None) -> No
         assert head_of(reference).data_ptr() == embedding.data_ptr()
 
 
+class HeadFirst(Model):
+    """Its head is a module before the embedding whose table that reads."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True)
+        self._modules = dict(reversed(self._modules.items()))
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["loaded", "drawn"])
+def test_a_tied_head_may_stand_before_the_embedding(drawn: bool) -> None:
+    drafted = draft_module(HeadFirst, dtype=torch.float32)
+    mounted = assembled(drafted)
+    kinds = [type(socket) for socket in drafted.sockets]
+    assert kinds.index(OutputHead) < kinds.index(Embedding)
+    tensors = whole_tensors(tied=True)
+    if drawn:
+        fill_randomly(mounted, 0)
+    else:
+        fill(mounted, MemoryCheckpoint(tensors))
+    model: Any = drafted.model
+    table = model.embed.table.storages["weight"].tensor
+    assert model.head.gemm.prepared.data_ptr() == table.data_ptr()
+    assert drafted.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
+
+
 def test_a_tied_head_with_values_of_its_own_is_loaded() -> None:
     tensors = whole_tensors(tied=True)
     own = tensors["embed.weight"] + 1
@@ -341,14 +371,7 @@ def random_mounted(
     dtype: torch.dtype = torch.float32,
     scheme: QuantizationScheme | None = None,
 ) -> Mounted:
-    drafted = draft_module(lambda: Model(tied), dtype=dtype, mesh=mesh, scheme=scheme)
-    mounted = assemble(
-        drafted,
-        chosen_parts(drafted),
-        ReferenceStep(),
-        device=torch.device("cpu"),
-        max_positions=1,
-    )
+    mounted = assembled(draft_module(lambda: Model(tied), dtype=dtype, mesh=mesh, scheme=scheme))
     fill_randomly(mounted, seed)
     return mounted
 

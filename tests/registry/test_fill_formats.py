@@ -9,9 +9,10 @@ import pytest
 import torch
 from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
 from tests.helpers.mounting import mount_draft
-from tests.registry.test_fill import Model, random_mounted
+from tests.registry.test_fill import Model, assembled, random_mounted
 from torch import Tensor, nn
 
+from rackmount_quant.eight_bits import FP8_ONLINE
 from rackmount_quant.w8 import INT8_ROWS
 from rackmount_registry.errors import CheckpointError, ConfigError
 from rackmount_registry.formats import (
@@ -22,7 +23,8 @@ from rackmount_registry.formats import (
     StoredFormat,
     Weight,
 )
-from rackmount_registry.mount import random_weight
+from rackmount_registry.mount import fill, fill_randomly, random_weight
+from rackmount_registry.nn import Linear, Norm
 from rackmount_registry.nn.socket import Socket, Survey
 from rackmount_registry.nn.storage import Piece, Source, Storage
 
@@ -129,6 +131,70 @@ def test_a_quantized_weight_gives_back_what_it_was_made_from() -> None:
     assert len(released) == 4
     assert all(storage.tensor.is_meta for storage in released)
     assert not model.head.gemm.weight.storages["weight"].tensor.is_meta
+
+
+class Tower(nn.Module):
+    """Layers of one size, and a norm that is never quantized."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Linear(32, 32, bias=True) for _ in range(6))
+        self.norm = Norm(32, 1e-6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x)
+
+
+class Online:
+    """Rounds every linear weight to FP8 while it is loaded."""
+
+    kv_cache = None
+
+    def format_for(self, *rest: object) -> StoredFormat:
+        return FP8_ONLINE
+
+
+@pytest.mark.parametrize("drawn", [False, True], ids=["loaded", "drawn"])
+def test_what_a_format_rounds_is_held_as_stored_for_one_socket_alone(
+    drawn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafted = draft_module(Tower, dtype=torch.bfloat16, scheme=Online())  # type: ignore[arg-type]
+    before, mounted = drafted.weight_bytes, assembled(drafted)
+    weights = [weight for socket in drafted.sockets for weight in socket.weights()]
+    held: list[int] = []
+    allocate = Storage.allocate
+
+    def counting(storage: Storage, *rest: Any) -> None:
+        allocate(storage, *rest)
+        storages = sum(each.tensor.nbytes for each in drafted.storages() if not each.tensor.is_meta)
+        held.append(storages + sum(weight.finished_bytes for weight in weights))
+
+    monkeypatch.setattr(Storage, "allocate", counting)
+    if drawn:
+        fill_randomly(mounted, 0)
+    else:
+        fill(mounted, MemoryCheckpoint(random_tensors(drafted)))
+    vectors = 6 * 64 + 64
+    assert drafted.weight_bytes == before == 6 * (32 * 32 + 32 * 4) + vectors
+    assert max(held) <= before + 2 * 32 * 32
+
+
+def test_a_bundle_of_rounded_weights_counts_as_held() -> None:
+    drafted = draft_module(Model, dtype=torch.bfloat16, scheme=Online())  # type: ignore[arg-type]
+    before = drafted.weight_bytes
+    fill_randomly(assembled(drafted), 0)
+    assert drafted.weight_bytes == before
+
+
+def test_a_tensor_that_encode_leaves_out_must_be_optional() -> None:
+    scheme: Any = Doubled()
+    random_mounted(scheme=scheme)
+    double, mark = scheme.stored.slots
+    scheme.stored = replace(scheme.stored, slots=(double, replace(mark, optional=False)))
+    with pytest.raises(AssertionError, match="doubled: encode gives no mark"):
+        random_mounted(scheme=scheme)
 
 
 class Elsewhere(Socket):

@@ -1,7 +1,7 @@
 """The fused step does what the textbook code says, on one rank and on two."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rackmount_backends.torch_linear import DenseLinear
 from rackmount_registry.axes import Mesh
 from rackmount_registry.descriptors import LinearKernel
-from rackmount_registry.formats import Rounded
+from rackmount_registry.formats import Rounded, Weight
 from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
 from rackmount_registry.ops import reference_ops
 
@@ -336,6 +336,12 @@ class RoundingKernel(CountingKernel):
     def __init__(self, least: int = 0) -> None:
         super().__init__(most_added=0)
         self.least = least
+        self.uses: dict[int, tuple[str, ...]] = {}
+
+    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Tensor:
+        prepared = super().prepare(weight, uses)
+        self.uses[id(prepared)] = tuple(uses)
+        return prepared
 
     def rounds(self, prepared: Tensor, num_rows: int) -> bool:
         return num_rows >= self.least
@@ -355,6 +361,7 @@ class RoundingKernel(CountingKernel):
         return Rounded(x / 2, torch.tensor(2.0))
 
     def run(self, x: Tensor | Rounded, prepared: Tensor, bias: Tensor | None) -> Tensor:
+        assert "run" in self.uses[id(prepared)], "it was told so"
         if isinstance(x, Rounded):
             self.calls["rounded"] += 1
             x = x.values * x.scales
@@ -409,6 +416,16 @@ def test_few_rows_are_not_rounded_where_the_kernel_says_so() -> None:
     one = mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
     one.hidden(IDS[:-1])
     assert kernel.calls == {"silu_mul": 2, "run": 2}
+    assert Counter(kernel.uses.values()) == {("run",): 4, ("run", "silu_mul"): 2}
+
+
+def test_a_kernel_is_not_told_of_products_that_nobody_asks_for() -> None:
+    kernel = RoundingKernel()
+    drafted = draft_module(Textbook)
+    kernels = dense_kernel(kernel, epilogues=("silu_mul",), prologues=("norm",))
+    parts = replace(chosen_parts(drafted), kernels=kernels)
+    mount_draft(drafted, MemoryCheckpoint(random_tensors(drafted)), parts=parts)
+    assert Counter(kernel.uses.values()) == {("run",): 4, ("silu_mul",): 2}
 
 
 def test_a_decoder_runs_two_fused_norms_a_layer_and_one_alone(tmp_path: Any) -> None:

@@ -134,7 +134,7 @@ def _dense_bytes(socket: Socket, draft: Draft) -> int:
     inside = {id(s) for w in weights for s in w.storages.values()}
     others = [storage for storage in socket.storages() if id(storage) not in inside]
     dense = [weight for weight in weights if weight.role != "expert"]
-    return sum(_bytes(weight, draft) for weight in dense) + sum(
+    return sum(weight.num_bytes(draft.dtype) for weight in dense) + sum(
         storage.num_bytes(draft.dtype) for storage in others
     )
 
@@ -145,16 +145,11 @@ def _experts(socket: Experts, draft: Draft) -> ExpertLayer:
     return ExpertLayer(
         count=socket.experts.count,
         top_k=socket.routing.top_k,
-        bytes=sum(_bytes(weight, draft) for weight in weights),
+        bytes=sum(weight.num_bytes(draft.dtype) for weight in weights),
         params=socket.local.size * sum(map(_size, weights)),
         format=form,
     )
 
-
-def _bytes(weight: StoredWeight, draft: Draft) -> int:
-    return weight.finished_bytes or sum(
-        storage.num_bytes(draft.dtype) for storage in weight.storages.values()
-    )
 
 
 def _params(weights: Iterable[StoredWeight]) -> Params:

@@ -6,7 +6,8 @@ draft (construct, survey, cut) -> select parts -> assemble (bind, trace, fuse, a
 
 from rackmount_registry.mount.assemble import Mounted, assemble
 from rackmount_registry.mount.draft import Draft, draft
-from rackmount_registry.mount.fill import fill, fill_randomly, random_weight
+from rackmount_registry.mount.draw import fill_randomly, random_weight
+from rackmount_registry.mount.fill import fill
 from rackmount_registry.mount.parts import PartsChoice, select_parts
 
 __all__ = [

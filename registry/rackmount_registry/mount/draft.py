@@ -34,10 +34,24 @@ class Draft:
         for socket in self.sockets:
             yield from socket.storages()
 
+    def in_filling_order(self) -> list[Socket]:
+        """The sockets, tied heads last: such a one reads the table of an embedding."""
+        return sorted(self.sockets, key=lambda s: isinstance(s, OutputHead) and bool(s.tied))
+
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all weights on this rank, as loaded."""
-        return sum(storage.num_bytes(self.dtype) for storage in self.storages())
+        """Bytes of all weights on this rank as kernels are given them: before they are loaded, by
+        what their formats say."""
+        left = {id(storage): storage for storage in self.storages()}
+        total = 0
+        for socket in self.sockets:
+            for weight in socket.weights():
+                its = {id(storage) for storage in weight.storages.values()}
+                if its <= left.keys():  # a tied head may have none of its own
+                    total += weight.num_bytes(self.dtype)
+                    for key in its:
+                        del left[key]
+        return total + sum(storage.num_bytes(self.dtype) for storage in left.values())
 
     def formats(self) -> dict[str, set[str]]:
         """Weight formats that kernels must take, as "linear" and "expert" -> names. A router's is

@@ -1,29 +1,24 @@
 """Weights: streamed from the checkpoint into their storages and accounted for to the last
-tensor; or drawn at random, where speed alone is of interest."""
+tensor."""
 
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from hashlib import blake2b
 
 import torch
 from torch import Tensor, nn
 
-from rackmount_registry.attention import FP8
 from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
-from rackmount_registry.errors import CheckpointError, ConfigError
-from rackmount_registry.formats import Weight
+from rackmount_registry.errors import CheckpointError
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
-from rackmount_registry.mount.kv_scales import give_kv_scales, read_kv_scales
+from rackmount_registry.mount.kv_scales import read_kv_scales
 from rackmount_registry.nn.embedding import OutputHead
-from rackmount_registry.nn.storage import Piece, Source, Storage, StoredWeight
+from rackmount_registry.nn.storage import Piece, Source, Storage
 
 MAX_LISTED = 8
 COMPARED_AT_ONCE = 2**22
 """Values of a tied head and of the embedding that are held against each other together."""
-RANDOM_STD = 0.02
-"""Standard deviation of random weights."""
 
 
 def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> int:
@@ -31,154 +26,45 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
 
     Every checkpoint tensor ends as loaded (here, or as a whole on other ranks), as ignored by a
     named rule of the architecture, or as an error; every storage is written once. Nothing is loaded
-    before all of that is known to hold.
+    before all of that is known to hold. Then it goes socket by socket, so that what is converted,
+    by the format or by a kernel, is held twice for one socket alone.
 
     Raises:
         CheckpointError: missing, extra or misshapen tensors, or integers or eight-bit floats where
-            the model has plain floats; by name and file.
+            the model has plain floats, by name and file; values that a format refuses, by layer and
+            file.
     """
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
     read_kv_scales(draft, checkpoint, mounted.device)
-    storages = list(draft.storages())
-    sources = _account(draft, storages, checkpoint)
-    storages = [storage for storage in storages if not storage.is_absent]
-    total = sum(storage.num_bytes(draft.dtype) for storage in storages)
+    sources = _account(draft, list(draft.storages()), checkpoint)
+    there = (storage for storage in draft.storages() if not storage.is_absent)
+    total = sum(storage.num_bytes(draft.dtype) for storage in there)
     done = read = 0
-    for storage in storages:
-        storage.allocate(mounted.device, draft.dtype)
-        found = [sources[piece.name] for piece in storage.pieces]
-        for piece, source in zip(storage.pieces, found, strict=True):
-            read += _read(checkpoint, source, storage.tensor[piece.where])
-        storage.files = tuple({checkpoint.tensors[source.name].file for source in found})
-        done += storage.num_bytes(draft.dtype)
-        report("load", done, total)
-    _finish(draft)
+    for socket in draft.in_filling_order():
+        for storage in socket.storages():
+            if storage.is_absent:
+                continue
+            storage.allocate(mounted.device, draft.dtype)
+            found = [sources[piece.name] for piece in storage.pieces]
+            for piece, source in zip(storage.pieces, found, strict=True):
+                read += _read(checkpoint, source, storage.tensor[piece.where])
+            storage.files = tuple({checkpoint.tensors[source.name].file for source in found})
+            done += storage.num_bytes(draft.dtype)
+            report("load", done, total)
+        socket.finish()
+    require_filled(draft.model)
     return read
 
 
-def fill_randomly(mounted: Mounted, seed: int) -> None:
-    """Gives every weight of this rank random numbers N(0, 0.02), and norms the scale 1.
-
-    A tensor's numbers follow from `seed`, its name and its shape, so every run draws the same on
-    one kind of device, and ranks hold shares of one model. A tied head stays tied. A quantized
-    weight is one drawn so and rounded as its format's `encode` does. Nothing is read.
-
+def require_filled(model: nn.Module) -> None:
+    """
     Raises:
-        ConfigError: tensors that are no plain floats, of a format that cannot be encoded.
         CheckpointError: a tensor of the model that is not in a socket.
     """
-    draft = mounted.draft
-    weights = [weight for socket in draft.sockets for weight in socket.weights()]
-    encoded = [weight for weight in weights if weight.stored.encode is not None]
-    inside = {id(storage) for weight in encoded for storage in weight.storages.values()}
-    plain = [storage for storage in draft.storages() if id(storage) not in inside]
-    _require_drawable(plain)
-    if draft.kv_cache.dtype == FP8:
-        assert draft.kv_cache.scale is not None, "random weights bring no scales"
-        give_kv_scales(draft.attention, draft.kv_cache.scale, mounted.device)
-    random = torch.Generator(mounted.device)
-    for weight in encoded:
-        _encode_random(weight, mounted.device, draft.dtype, random, seed)
-    for storage in plain:
-        storage.allocate(mounted.device, draft.dtype)
-        for piece in storage.pieces:
-            _draw(piece, storage.tensor[piece.where], random, seed)
-    _finish(draft)
-
-
-def random_weight(
-    weight: StoredWeight, *, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> Weight:
-    """One weight with the numbers that `fill_randomly` gives it, for who needs no model around it.
-
-    Raises:
-        ConfigError: as for `fill_randomly`.
-    """
-    random = torch.Generator(device)
-    if weight.stored.encode is not None:
-        _encode_random(weight, device, dtype, random, seed)
-        return weight.finish()
-    storages = list(weight.storages.values())
-    _require_drawable(storages)
-    for storage in storages:
-        storage.allocate(device, dtype)
-        for piece in storage.pieces:
-            _draw(piece, storage.tensor[piece.where], random, seed)
-    return weight.finish()
-
-
-def _require_drawable(storages: Iterable[Storage]) -> None:
-    """Random bits are weights only as the model's own floats, or floats of 16 bits or more."""
-    quantized = [
-        storage.pieces[0].name
-        for storage in storages
-        if storage.dtype is not None
-        and (
-            not getattr(torch, storage.dtype).is_floating_point
-            or storage.dtype.startswith("float8")
-        )
-    ]
-    if quantized:
-        raise ConfigError(
-            "random weights are plain floats, or of formats that can be encoded, and these are "
-            f"quantized: {_listed(quantized)}; leave the quantization out of config.json"
-        )
-
-
-def _encode_random(
-    weight: StoredWeight,
-    device: torch.device,
-    dtype: torch.dtype,
-    random: torch.Generator,
-    seed: int,
-) -> None:
-    """Fills the storages of one quantized weight."""
-    encode = weight.stored.encode
-    assert encode is not None
-    for index, part in enumerate(weight.logical):
-        _seed(random, seed, f"{part.name}.weight")
-        dense = torch.empty(part.shape, dtype=dtype, device=device)
-        tensors = encode(dense.normal_(0, RANDOM_STD, generator=random))
-        for suffix, storage in weight.storages.items():
-            storage.is_absent = suffix not in tensors
-            if storage.is_absent:
-                continue
-            if not index:
-                storage.allocate(device, dtype)
-            piece = storage.pieces[index]
-            whole = tensors[suffix].reshape(piece.shape)
-            target = storage.tensor[piece.where]
-            target.copy_(whole[piece.index].reshape(target.shape))
-
-
-def _draw(piece: Piece, target: Tensor, random: torch.Generator, seed: int) -> None:
-    """Fills `target`, this rank's share of `piece`. Vectors that are called weights scale norms."""
-    if len(piece.shape) == 1 and piece.name.endswith(".weight"):
-        target.fill_(1)
-        return
-    _seed(random, seed, piece.name)
-    if target.dim() > len(piece.shape):
-        target = target[0]  # one of the experts
-    if target.shape == piece.shape and target.is_contiguous():
-        target.normal_(0, RANDOM_STD, generator=random)
-    else:
-        whole = torch.empty(piece.shape, dtype=target.dtype, device=target.device)
-        target.copy_(whole.normal_(0, RANDOM_STD, generator=random)[piece.index])
-
-
-def _seed(random: torch.Generator, seed: int, name: str) -> None:
-    digest = blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-    random.manual_seed(int.from_bytes(digest) >> 1)
-
-
-def _finish(draft: Draft) -> None:
-    """Makes filled weights ready to run."""
-    for socket in draft.sockets:
-        socket.finish()
-    left = [name for name, tensor in _own_tensors(draft.model) if tensor.device.type == "meta"]
+    left = [name for name, tensor in _own_tensors(model) if tensor.device.type == "meta"]
     if left:
-        raise CheckpointError(f"the model holds tensors that nothing fills: {_listed(left)}")
+        raise CheckpointError(f"the model holds tensors that nothing fills: {listed(left)}")
 
 
 def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) -> None:
@@ -220,7 +106,7 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
     missing: list[str] = []
     names = Counter(piece.name for storage in storages for piece in storage.pieces)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise CheckpointError(f"{type(model).__name__} stores {_listed(twice)} in two sockets")
+        raise CheckpointError(f"{type(model).__name__} stores {listed(twice)} in two sockets")
     for storage in storages:
         there = {piece.name: _find(piece, checkpoint) for piece in storage.pieces}
         storage.is_absent = storage.optional and not any(there.values())
@@ -234,7 +120,7 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
         files = sorted({info.file for info in checkpoint.tensors.values()})
         raise CheckpointError(
             f"{len(missing)} tensors that the model needs are not in the checkpoint "
-            f"({_listed(files)}): {_listed(sorted(missing))}"
+            f"({listed(files)}): {listed(sorted(missing))}"
         )
     answered = {name for socket in sockets for name in socket.answers_for()}
     read = {source.name for source in found.values()}
@@ -248,7 +134,7 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
     if unknown:
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint are neither used by {type(model).__name__} "
-            f"nor ignored by one of its rules: {_listed(unknown)}"
+            f"nor ignored by one of its rules: {listed(unknown)}"
         )
     return found
 
@@ -315,6 +201,7 @@ def _own_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     yield from model.named_buffers()
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """The first of them, and how many more there are."""
     more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
     return ", ".join(names[:MAX_LISTED]) + more

@@ -209,8 +209,12 @@ def _round_for_reader(traced: fx.GraphModule, node: fx.Node) -> None:
         case _:
             return
     calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
-    if len(calls) == 1 and (reader := _sole_reader(traced, result)) is not None:
-        module.reader = reader if prologue in reader.prologues else None
+    reader = _sole_reader(traced, result)
+    if len(calls) != 1 or reader is None or prologue not in reader.prologues:
+        return
+    module.reader = reader
+    if isinstance(module, GemmSiluMul):
+        module.gemm.uses = ("run", "silu_mul")  # the reader rounds what `run` gives
 
 
 def _sole_reader(traced: fx.GraphModule, node: fx.Node) -> Gemm | None:

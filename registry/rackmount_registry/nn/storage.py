@@ -130,6 +130,7 @@ class StoredWeight:
         self.logical = [part for parts in bundle for part in parts]
         """As many as each storage has pieces, and in their order."""
         self.names = [part.name for part in self.logical]
+        self.num_matrices = len(bundle)
         self.role = first[0].role
         self.parts = tuple(mesh.cut(part.out_extent).size for part in first)
         self.in_features = mesh.cut(first[0].in_extent).size
@@ -139,6 +140,14 @@ class StoredWeight:
         for slot in stored.slots:
             shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
             self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces, optional=slot.optional)
+
+    def num_bytes(self, model_dtype: torch.dtype) -> int:
+        """Bytes of what kernels are given; before `finish`, by what the format says."""
+        if self.finished_bytes:
+            return self.finished_bytes
+        if self.stored.held_bytes is not None:
+            return self.num_matrices * self.stored.held_bytes(sum(self.parts), self.in_features)
+        return sum(storage.num_bytes(model_dtype) for storage in self.storages.values())
 
     def finish(self) -> Weight:
         """The loaded tensors as a weight of the named format. What a quantized one was made from is
