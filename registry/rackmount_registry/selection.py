@@ -216,7 +216,8 @@ class _Side(Generic[C]):
             choice = f"{offer.distribution}:{offer.name}"
             reasons.append(f"{' and '.join(rivals)} offers this name too: ask for {choice}")
         if self._order(offer.descriptor) is None:
-            reasons.append(f"not for {self.demand.phase} unless asked for by name")
+            phase = f"for {self.demand.phase} " if self.demand.phase else ""
+            reasons.append(f"only {phase}where it is asked for by name")
         return tuple(reasons)
 
 

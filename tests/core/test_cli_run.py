@@ -217,7 +217,7 @@ def test_the_load_of_experts_is_a_table_after_the_answers(model, tmp_path):
     result = CliRunner().invoke(build_app(plugins()), command)
     assert result.exit_code == 0
     head, line = result.stderr.splitlines()[-2:]
-    assert head.split() == ["experts", "tokens", "used", "max/mean", "busiest"]
+    assert head.split() == ["experts", "choices", "used", "max/mean", "busiest"]
     layer, tokens, used, imbalance, busiest, share = line.split()
     # The last layer computes a prompt's last token alone.
     assert (layer, tokens) == ("model.layers.1.mlp.experts", str((1 + 5) * 3))

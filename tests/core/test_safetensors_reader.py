@@ -222,3 +222,9 @@ def test_two_such_files_are_refused(single: Path) -> None:
         write_json(single / name, {"bits": 4})
     with pytest.raises(CheckpointError, match=r"quant_config.json and quantize_config.json in"):
         open_checkpoint(single)
+
+
+def test_a_broken_tokenizer_is_told_with_its_folder(single: Path) -> None:
+    (single / "tokenizer.json").write_text('{"version": ')
+    with pytest.raises(CheckpointError, match=f"the tokenizer in {single} cannot be read"):
+        open_checkpoint(single).tokenizer()

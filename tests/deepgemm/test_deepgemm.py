@@ -110,6 +110,18 @@ def test_groups_are_rounded_by_their_largest() -> None:
     torch.testing.assert_close(widened((values, scales), 1), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("silu_mul", [False, True])
+def test_what_is_no_number_stays_none(silu_mul: bool) -> None:
+    x = torch.randn(3, 512, generator=torch.Generator().manual_seed(3)).bfloat16()
+    x[1, 200] = torch.nan
+    values, scales = round_groups(x, silu_mul=silu_mul)
+    assert scales[1, 1].isnan()
+    scales[1, 1] = 1
+    wrong = widened((values, scales), 1).isfinite().logical_not().nonzero()
+    assert all(row == 1 and 128 <= column < 256 for row, column in wrong.tolist())
+    assert scales.isfinite().all()
+
+
 def test_the_activation_is_rounded_in_the_same_pass() -> None:
     x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
     values, scales = round_groups(x, silu_mul=True)
@@ -140,15 +152,21 @@ def inputs(count: int, top_k: int, ids: Tensor | None, random: torch.Generator) 
     return ExpertInput(x=x, expert_ids=ids, weights=torch.rand(ids.shape, generator=random))
 
 
-@pytest.mark.parametrize("most_boxed", [0, 256], ids=["contiguous", "boxed"])
+@pytest.mark.parametrize(
+    ("most_tokens", "most_rows"),
+    [(6, 6 * EXPERTS), (0, 1000), (1000, EXPERTS - 1)],
+    ids=["boxed", "too many tokens", "too many rows"],
+)
 @pytest.mark.parametrize("count", [0, 1, 6])
 def test_experts_equal_the_definition_on_rounded_inputs(
     deep_gemm: FakeDeepGemm,
     monkeypatch: pytest.MonkeyPatch,
     count: int,
-    most_boxed: int,
+    most_tokens: int,
+    most_rows: int,
 ) -> None:
-    monkeypatch.setattr(experts, "MAX_BOXED", most_boxed)
+    monkeypatch.setattr(experts, "MAX_BOXED_TOKENS", most_tokens)
+    monkeypatch.setattr(experts, "MAX_BOXED_ROWS", most_rows)
     random = torch.Generator().manual_seed(count)
     bundle = ExpertBundle(
         gate_up=weight_of((EXPERTS, 2 * WIDTH, HIDDEN), (WIDTH, WIDTH), random),
@@ -169,7 +187,8 @@ def test_experts_equal_the_definition_on_rounded_inputs(
         scale = expected.float().abs().amax().item() if count else 1
         torch.testing.assert_close(out.float(), expected.float(), rtol=0, atol=0.06 * scale + 1e-6)
     used = set(deep_gemm.calls)
-    assert used == (set() if not count else {"masked" if most_boxed else "contiguous"})
+    boxed = most_tokens == 6
+    assert used == (set() if not count else {"masked" if boxed else "contiguous"})
 
 
 def test_other_shapes_and_exact_inputs_are_refused_with_their_numbers() -> None:

@@ -57,3 +57,14 @@ def test_products_are_close_to_the_definition(count: int) -> None:
     out = kernel.run(x, kernel.prepare(weight), None).float()
     expected = x.float() @ weight.dequantize().T
     assert (out - expected).norm() <= 0.04 * expected.norm()
+
+
+def test_an_input_that_is_no_number_gives_none() -> None:
+    from rackmount_deepgemm.linear import DeepGemmLinear
+
+    kernel = DeepGemmLinear()
+    x = torch.randn(33, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    x[7, 200] = torch.nan
+    out = kernel.run(x, kernel.prepare(weight_of((256, HIDDEN), (256,))), None)
+    assert out[7].isnan().all()
+    assert out[:7].isfinite().all() and out[8:].isfinite().all()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.rounding import defined, hold_rounded
+from tests.helpers.rounding import defined, hold_no_number, hold_rounded
 from tests.helpers.weights import fp8_blocks, fp8_rows, int8_rows, int_groups, poison
 from torch import Tensor
 
@@ -194,16 +194,38 @@ def test_inputs_are_rounded_to_nearest(dtype: torch.dtype, per) -> None:
         hold_rounded(how.round_silu_mul(x, residual), product, how)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("per", ["token", "tensor", "group"])
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_what_is_no_number_stays_none(dtype: torch.dtype, per) -> None:
+    given = torch.tensor([0.02], device="cuda") if per == "tensor" else None
+    how = Rounding(dtype=dtype, per=per, given=given)
+    weight = torch.ones(1000, device="cuda").bfloat16()
+    for sign in (1.0, -1.0):
+        x = torch.randn(5, 1000, device="cuda").bfloat16()
+        x[4] *= 1e-39  # whose scale is far below the normal numbers
+        x[3, 700] = torch.copysign(torch.tensor(torch.nan), torch.tensor(sign))
+        for rounded in (
+            how.round(x),
+            how.round_norm(x, None, weight, 1e-5)[0],
+            how.round_silu_mul(torch.ones_like(x), x),
+        ):
+            hold_no_number(rounded, row=3, column=700)
+
+
+MANY_ROWS = pytest.mark.parametrize(
     "make",
     [
         lambda: fp8_rows(1024, 2048, "token", device="cuda"),
         lambda: fp8_rows(1024, 2048, "tensor", device="cuda"),
         lambda: fp8_blocks((512, 512), 2048, "group", device="cuda"),
         lambda: int8_rows(1024, 2048, "token", device="cuda"),
+        lambda: int8_rows(1024, 2048, "tensor", device="cuda"),
     ],
-    ids=["fp8 token", "fp8 static", "fp8 blocks", "int8 token"],
+    ids=["fp8 token", "fp8 static", "fp8 blocks", "int8 token", "int8 static"],
 )
+
+
+@MANY_ROWS
 def test_many_rows_are_rounded_as_the_scheme_says(make: Callable[[], Weight]) -> None:
     """Against the same product of the input rounded by its definition."""
     weight = make()
@@ -222,3 +244,15 @@ def test_many_rows_are_rounded_as_the_scheme_says(make: Callable[[], Weight]) ->
             kernel.run(how.round(x), prepared, None),
         ):
             assert float((out.double() - wide).norm() / wide.norm()) < 8e-3
+
+
+@MANY_ROWS
+def test_an_input_that_is_no_number_gives_none(make: Callable[[], Weight]) -> None:
+    kernel, prepared = prepare(make(), None)
+    if prepared.many is None:
+        pytest.skip("this GPU has no such product")
+    x = torch.randn(300, 2048, device="cuda").bfloat16()
+    x[7, 1234] = torch.nan
+    out = kernel.run(x, prepared, None)
+    assert out[7].isnan().all()
+    assert out[:7].isfinite().all() and out[8:].isfinite().all()

@@ -42,3 +42,15 @@ def hold_rounded(rounded: RoundedRows, x: Tensor, how: Rounding, *, nearest: boo
         assert near == 1 and (got == values).float().mean() > 0.95
     else:
         assert near > 0.8
+
+
+def hold_no_number(rounded: RoundedRows, row: int, column: int) -> None:
+    """That `rounded` has no number where the product would look for x[row, column], and numbers in
+    other rows."""
+    values = deinterleave(rounded.values[: len(rounded)].float(), 8)
+    groups = rounded.scales.shape[1]
+    spread = rounded.scales[: len(rounded)].repeat_interleave(128 if groups > 1 else 1, 1)
+    wide = values * spread[:, : values.shape[1]]
+    assert wide[row, column].isnan()
+    others = torch.arange(len(wide), device=wide.device) != row
+    assert wide[others].isfinite().all()

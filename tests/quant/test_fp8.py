@@ -1,5 +1,6 @@
 """The scheme fp8: three spellings of stored weights, and plain ones rounded as they are loaded."""
 
+import math
 import re
 from typing import Any
 
@@ -81,6 +82,32 @@ def test_experts_share_the_largest_input_scale_and_keep_their_own_weight_scales(
     for e, expert in enumerate(experts):
         dense = torch.cat([part["weight"].float() * part["weight_scale"] for part in expert])
         assert torch.equal(bundle.expert(e).dequantize(), dense)
+
+
+@pytest.mark.parametrize(
+    ("given", "largest"),
+    [((0.0, 0.25, 0.5), 0.5), ((0.5, math.nan, 0.25), 0.5), ((0.0, math.nan, 0.0), None)],
+)
+def test_experts_that_calibration_never_reached_are_passed_over(
+    given: tuple[float, ...], largest: float | None
+) -> None:
+    stored = stored_as(activation_scheme="static")
+    experts = [
+        [
+            {
+                "weight": random_values(4, 6, seed=e),
+                "weight_scale": torch.tensor([0.5]),
+                "input_scale": torch.tensor([scale]),
+            }
+        ]
+        for e, scale in enumerate(given)
+    ]
+    if largest is None:
+        with pytest.raises(CheckpointError, match="largest input_scale of all experts must be fin"):
+            load_bundle(stored, experts, (4,), 6)
+    else:
+        bundle = load_bundle(stored, experts, (4,), 6)
+        assert bundle.tensors["input_scale"].tolist() == [largest]
 
 
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])

@@ -3,11 +3,15 @@
 The interpreter loses carries and subnormals of e4m3; on a GPU that is held to nearest.
 """
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.rounding import defined, hold_rounded
+from tests.helpers.interpreter import mend_casts
+from tests.helpers.rounding import defined, hold_no_number, hold_rounded
 from tests.helpers.weights import poison
+from triton.language import PropagateNan
+from triton.runtime.interpreter import InterpreterBuilder
 
 from rackmount_quant.kernels.rounding import LARGEST, Rounding
 from rackmount_registry.device.unpack import deinterleave
@@ -51,6 +55,36 @@ def test_rows_of_zeros_and_values_out_of_range_are_safe(dtype: torch.dtype, per:
     assert not values[0].any() and not values[1, :130].any()
     assert (values[1, 130:] == LARGEST[dtype]).all()
     assert rounded.scales[:2].isfinite().all() and (rounded.scales[:2] > 0).all()
+
+
+@pytest.fixture
+def clamps_drop_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPUs do, where they are not told otherwise."""
+
+    def clamp(self, x, least, most, propagate):
+        fits = (
+            np.clip if propagate == PropagateNan.ALL else lambda x, a, b: np.fmin(np.fmax(x, a), b)
+        )
+        return self.ternary_op(x, least, most, fits)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_clampf", clamp)
+
+
+@pytest.mark.usefixtures("clamps_drop_nan")
+@pytest.mark.parametrize("per", PER)
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_is_no_number_stays_none(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, per: str, sign: int
+) -> None:
+    mend_casts(monkeypatch)
+    x, how = torch.randn(3, 160).half(), rounding(dtype, per)
+    x[2] *= 1e-7  # the smallest that there are, and zeros
+    x[1, 140] = torch.tensor(torch.nan).copysign(torch.tensor(float(sign)))
+    hold_no_number(how.round(x), row=1, column=140)
+    weight = torch.ones(160).half()
+    hold_no_number(how.round_norm(x, None, weight, 1e-5)[0], row=1, column=140)
+    hold_no_number(how.round_silu_mul(torch.ones_like(x), x), row=1, column=140)
 
 
 @pytest.mark.parametrize("per", PER)

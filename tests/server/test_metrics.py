@@ -5,6 +5,7 @@ import json
 import re
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from tests.helpers.fake_engine import FakeEngine, ask, asked, fake_app
 
 from rackmount import ExpertLoad, SamplingParams, Sequence, TextChunk
 from rackmount.engine.core import Event
-from rackmount_server.metrics import Metrics
+from rackmount_server.metrics import LOAD_AGE_S, Metrics
 
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 PATH = "/v1/completions"
@@ -146,6 +147,7 @@ def test_a_core_that_does_not_answer_holds_no_metrics_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("rackmount_server.metrics.LOAD_PATIENCE_S", 0.1)
+    monkeypatch.setattr("rackmount_server.metrics.LOAD_AGE_S", 0)
 
     async def run() -> list[str]:
         engine = FakeEngine()
@@ -160,6 +162,47 @@ def test_a_core_that_does_not_answer_holds_no_metrics_back(
 
     for text in asyncio.run(run()):
         assert 'rackmount:expert_imbalance{layer="a",model_name="m"} 1.5' in text
+
+
+def test_the_core_is_asked_once_at_a_time_and_not_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each time it waits for the steps in flight."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    monkeypatch.setattr("rackmount_server.metrics.time", clock)
+
+    async def run() -> list[int]:
+        engine = CountingEngine()
+        engine.description["expert_layers"] = ["a"]
+        engine.loads = [ExpertLoad("a", np.array([1, 3]))]
+        app, num_asked = fake_app(engine), []
+        engine.go.clear()
+        waiting = [asyncio.ensure_future(asked(app, "/metrics")) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        waiting[0].cancel()  # who asked first is gone
+        await asyncio.sleep(0.1)
+        engine.go.set()
+        for each in waiting[1:]:
+            assert 'rackmount:expert_imbalance{layer="a",model_name="m"} 1.5' in (await each).text
+        num_asked.append(engine.num_asked)
+        await asked(app, "/metrics")
+        num_asked.append(engine.num_asked)
+        clock.now += LOAD_AGE_S
+        await asked(app, "/metrics")
+        num_asked.append(engine.num_asked)
+        return num_asked
+
+    assert asyncio.run(run()) == [1, 1, 2]
+
+
+class CountingEngine(FakeEngine):
+    """Counts how often the experts' load was asked for."""
+
+    num_asked = 0
+
+    async def expert_load(self) -> list[ExpertLoad]:
+        self.num_asked += 1
+        return await super().expert_load()
 
 
 def test_people_get_percentiles_of_the_latest() -> None:

@@ -91,7 +91,8 @@ def test_a_product_is_timed_with_the_epilogue_that_the_mount_fuses(
     assert len(found) == 2 * 5 * 2
     for (kernel, *product), epilogue in found.items():
         assert epilogue == (fused.get(tuple(product)) if kernel == "able" else None)
-    assert {"silu_mul", "add", "prepare for silu_mul", "prepare for run, add"} <= set(Able.calls)
+    prepared = {"prepare for run, silu_mul", "prepare for run, add"}
+    assert {"silu_mul", "add"} | prepared <= set(Able.calls)
 
 
 def test_an_epilogue_that_the_kernel_lacks_is_not_asked_for(record_of: RecordOf) -> None:

@@ -94,9 +94,9 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: boo
 
 
 def _table(layers: list[ExpertLoad]) -> Iterator[str]:
-    """A line for each layer."""
+    """A line for each layer. The last one chooses experts for the last token of a prompt alone."""
     width = max(len(each.layer) for each in layers)
-    yield f"{'experts':<{width}} {'tokens':>9} {'used':>9} {'max/mean':>9}  busiest"
+    yield f"{'experts':<{width}} {'choices':>9} {'used':>9} {'max/mean':>9}  busiest"
     for each in layers:
         total, count = int(each.tokens.sum()), each.tokens.size
         share = each.tokens[each.busiest] / max(total, 1)

@@ -86,9 +86,14 @@ class SafetensorsCheckpoint:
             return None
         from transformers import AutoTokenizer
 
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            self.folder, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        try:
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                self.folder, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:  # whatever the library makes of broken files
+            raise CheckpointError(
+                f"the tokenizer in {self.folder} cannot be read: {type(error).__name__}: {error}"
+            ) from error
         return tokenizer
 
     def close(self) -> None:

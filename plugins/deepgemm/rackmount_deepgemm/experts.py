@@ -15,8 +15,11 @@ from rackmount_deepgemm.rounding import round_groups, sum_experts
 from rackmount_deepgemm.weights import values_and_scales
 from rackmount_registry.experts import ExpertBundle, ExpertInput
 
-MAX_BOXED = 256
-"""Tokens that are few: above it the boxes take too much memory."""
+MAX_BOXED_TOKENS = 256
+"""Tokens that are few."""
+MAX_BOXED_ROWS = 32768
+"""Rows of all boxes, or they are too many. Memory is measured in the largest step, where rows lie
+one expert after another: these are no more than a step of some 2,000 tokens has there."""
 
 Values = tuple[Tensor, Tensor]
 
@@ -71,11 +74,11 @@ class DeepGemmExperts:
         x, ids = given.x, given.expert_ids
         if not ids.numel():
             return torch.zeros_like(x)
-        boxed = len(x) <= MAX_BOXED
+        num_experts = prepared.num_experts
         rows = (
-            boxed_rows(ids, prepared.num_experts)
-            if boxed
-            else contiguous_rows(ids, prepared.num_experts, _alignment())
+            boxed_rows(ids, num_experts)
+            if len(x) <= MAX_BOXED_TOKENS and num_experts * len(x) <= MAX_BOXED_ROWS
+            else contiguous_rows(ids, num_experts, _alignment())
         )
         gate_up = self._product(round_groups(x, rows.token), prepared.gate_up, rows, x.dtype)
         act = round_groups(gate_up, rows.taken(), silu_mul=True)

@@ -1,4 +1,8 @@
-"""What this distribution offers: products of FP8 weights with block scales, on Hopper."""
+"""What this distribution offers: products of FP8 weights with block scales, on Hopper.
+
+Weights that are not of whole blocks, or whose scheme rounds inputs otherwise, are refused when the
+kernel gets them, after loading: capabilities have no column for either.
+"""
 
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell

@@ -1,6 +1,7 @@
 """Rounding to FP8 with one scale for each row and 128 columns, and the sum over a token's experts.
 
-A scale is the largest magnitude / 448, the largest e4m3 value; a group of zeros has scale 1.
+A scale is the largest magnitude / 448, the largest e4m3 value; a group of zeros has scale 1, one
+with a NaN has NaN.
 """
 
 import torch
@@ -39,9 +40,13 @@ def round_kernel(
         up = tl.load(at + COLUMNS, mask=inside & (row >= 0), other=0.0)
         wide = wide / (1.0 + tl.exp(-wide)) * up.to(tl.float32)
         wide = wide.to(x.dtype.element_ty).to(tl.float32)
-    largest = tl.max(tl.abs(wide), 1)
-    scale = tl.where(largest > 0, largest / LARGEST, 1.0)
-    rounded = tl.clamp(wide / scale[:, None], -LARGEST, LARGEST).to(values.dtype.element_ty)
+    # Bits of floats above 0 are ordered as the floats are, with NaN beyond infinity: `tl.max` of
+    # floats would drop it.
+    bits = wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    largest = tl.max(bits, 1).to(tl.float32, bitcast=True)
+    scale = tl.where(largest == 0, 1.0, largest / LARGEST)
+    scaled = tl.clamp(wide / scale[:, None], -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    rounded = scaled.to(values.dtype.element_ty)
     tl.store(values + out_row * COLUMNS + column, rounded, mask=inside)
     group = tl.arange(0, GROUPS)
     tl.store(scales + out_row * (COLUMNS // GROUP) + group, scale, mask=group < COLUMNS // GROUP)

@@ -5,6 +5,7 @@ The first token's time counts from the arrival of the request; what preemption c
 """
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
@@ -31,6 +32,9 @@ HISTOGRAMS = {
 }
 LOAD_PATIENCE_S = 2.0
 """How long the experts' load may take to come, which it does between two steps."""
+LOAD_AGE_S = 5.0
+"""For how long it is told again without asking: each time the core is asked, the steps in flight
+are waited for, and a step's worth of time on the device is lost."""
 RECENT = 512
 """Latencies of each kind that percentiles are taken of."""
 
@@ -44,6 +48,8 @@ class Metrics:
         self.registry.register(_EngineCollector(engine, model_name))
         self._engine, self._experts = engine, _ExpertCollector(model_name, each_expert)
         self.registry.register(self._experts)
+        self._reading: asyncio.Task[None] | None = None
+        self._next_reading_at = 0.0
         self._times: dict[str, Histogram] = {}
         for name, (text, buckets) in HISTOGRAMS.items():
             family = Histogram(
@@ -86,12 +92,22 @@ class Metrics:
         self._ends.labels(self._model_name, reason).inc()
 
     async def refresh(self) -> None:
-        """Asks the core for what it tells when asked alone. Where it does not answer in time, or no
+        """Asks the core for what it tells when asked alone, unless it told lately; whoever comes
+        while it is being asked waits for the same answer. Where it does not answer in time, or no
         more, what it told last stays."""
-        if self._engine.description["expert_layers"]:
-            with suppress(TimeoutError, RackmountError):
-                async with asyncio.timeout(LOAD_PATIENCE_S):
-                    self._experts.layers = await self._engine.expert_load()
+        if not self._engine.description["expert_layers"]:
+            return
+        reading = self._reading
+        if reading is None or (reading.done() and time.monotonic() >= self._next_reading_at):
+            reading = self._reading = asyncio.create_task(self._read_load())
+        done, _ = await asyncio.wait([reading], timeout=LOAD_PATIENCE_S)
+        for each in done:
+            each.result()
+
+    async def _read_load(self) -> None:
+        with suppress(RackmountError):
+            self._experts.layers = await self._engine.expert_load()
+        self._next_reading_at = time.monotonic() + LOAD_AGE_S
 
     def text(self) -> bytes:
         """Prometheus's text format."""

@@ -20,8 +20,10 @@ class Fp8Linear(RoundedLinear):
 
     Many rows are rounded as the scheme says, and multiplied by CUTLASS or cuBLAS through torch. By
     rows that adds up with `use_fast_accum`, which on Hopper keeps some 14 bits of a sum
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); by blocks it does not. Where there is no such
-    product the weight is dequantized and the input left as it is, which is more exact.
+    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); by blocks it does not. Both write bfloat16, the
+    one dtype that CUTLASS has for rows: where x is float16, the bias and the result are rounded to
+    it first, three bits shorter. Where there is no such product the weight is dequantized and the
+    input left as it is, which is more exact.
     """
 
     def pack(self, weight: Weight) -> Packed:
@@ -52,7 +54,6 @@ class Fp8Linear(RoundedLinear):
         return RoundedProduct(rounding=rounding, values=values, scales=scales)
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:
-        # The products write bfloat16 alone.
         bias = None if bias is None else bias.to(torch.bfloat16)
         if product.rounding.per == "group":
             out = F.scaled_mm(

@@ -2,7 +2,8 @@
 the activation which makes them.
 
 Scales are dynamic, one for each token (its largest magnitude / 448, or / 127 for integers) or for
-each token and 128 columns, or one is given. Values saturate. They stand in the order in which the
+each token and 128 columns, or one is given. Values saturate, but for NaN: it makes the scale NaN,
+or is the value where the scale is given and values can be NaN. They stand in the order in which the
 weight's words hold columns (`rackmount_registry.device.unpack.interleave`): a product is the same
 when both operands are permuted alike.
 """
@@ -21,6 +22,14 @@ from rackmount_registry.formats import BLOCK, Activation, Rounded
 
 LARGEST: Mapping[torch.dtype, float] = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 LANES = 32
+
+
+@triton.jit
+def largest_magnitude(x, axis: tl.constexpr):
+    """Of float32 along an axis (None: of all); NaN where any is, which `tl.max` of floats drops."""
+    # Bits of floats above 0 are ordered as the floats are, with NaN beyond infinity.
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.max(bits, axis).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -75,21 +84,27 @@ def round_kernel(
     # Columns as [sub-block of 16][i][t][h], see `unpack`, become [sub-block][t][h][i].
     if PER == "group":
         groups = wide.reshape(BLOCK // 128, 128)
-        largest = tl.max(tl.abs(groups), 1)
-        scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        largest = largest_magnitude(groups, 1)
+        scale = tl.where(largest == 0, 1.0, largest / LARGEST)
         g = tl.arange(0, BLOCK // 128)
         tl.store(scales + g * scale_stride + row, scale, mask=g * 128 < N)
         wide = (groups / scale[:, None]).reshape(BLOCK)
     elif PER == "token":
-        largest = tl.max(tl.abs(wide))
-        scale = tl.where(largest > 0, largest / LARGEST, 1.0)
+        largest = largest_magnitude(wide, None)
+        scale = tl.where(largest == 0, 1.0, largest / LARGEST)
         tl.store(scales + row, scale)
         wide = wide / scale
     else:
         scale = tl.load(given)
+        if values.dtype.element_ty == tl.int8:  # which has no NaN of its own
+            largest = largest_magnitude(wide, None)
+            scale = tl.where(largest == largest, scale, largest)
         tl.store(scales + row, scale)
         wide = wide / scale
-    wide = tl.minimum(tl.maximum(wide, -LARGEST), LARGEST)
+    if values.dtype.element_ty == tl.int8:
+        wide = tl.clamp(wide, -LARGEST, LARGEST)
+    else:
+        wide = tl.clamp(wide, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
     ordered = wide.reshape(BLOCK // 16, 2, 8).permute(0, 2, 1).reshape(BLOCK)
     if values.dtype.element_ty == tl.int8:
         # Adding 1.5 * 2^23 leaves no bits behind the point: it rounds to nearest, ties to even.
