@@ -1,8 +1,9 @@
 """`rackmount calibrate`: a checkpoint with scales for an FP8 KV cache, found on data, and rounded
 weights, as compressed-tensors spells them, so that other engines load it too.
 
-A scale is the largest magnitude seen / 448, the largest value of float8_e4m3fn; of what was never
-other than zero it is 1. Weights are rounded to nearest, each by itself.
+`kv_scales` has how scales of the cache are found; static scales of inputs are the largest magnitude
+seen / 448, the largest number of float8_e4m3fn, or / 127 of int8. Weights are rounded to nearest,
+each by itself.
 """
 
 from pathlib import Path
@@ -70,7 +71,7 @@ def summary(seen: Observed) -> list[str]:
     lines = []
     for what, table in (("keys", seen.keys), ("values", seen.values)):
         if table:
-            reached = {index: largest.amax().item() for index, largest in table.items()}
+            reached = {index: each.largest.amax().item() for index, each in table.items()}
             layer = max(reached, key=lambda index: reached[index])
             lines.append(
                 f"{what} reach {min(reached.values()):.4g} to {reached[layer]:.4g} "

@@ -111,13 +111,14 @@ def write_calibrated(
         section = _section(checkpoint, rack, asked)
         folder = new_folder(out)
         sequences = _sequences(checkpoint, rack, text, max_tokens) if asked.needs_data else []
-        seen = observe(rack, checkpoint, sequences, report, inputs=asked.static)
+        per_head = asked.kv_scales == "head"
+        seen = observe(rack, checkpoint, sequences, report, per_head=per_head, inputs=asked.static)
         _require_finite(seen)
         tensors = RoundedTensors(
             rack=rack,
             checkpoint=checkpoint,
             scheme=_scheme(section, manager) if asked.weights != "none" else None,
-            per_head=None if asked.kv_scales == "none" else asked.kv_scales == "head",
+            per_head=None if asked.kv_scales == "none" else per_head,
             static=asked.static,
             seen=seen,
         )
@@ -180,8 +181,8 @@ def _sequences(
 
 def _require_finite(seen: Observed) -> None:
     tables: dict[str, Mapping[Any, Tensor]] = {
-        "keys of layer": seen.keys,
-        "values of layer": seen.values,
+        "keys of layer": {index: each.largest for index, each in seen.keys.items()},
+        "values of layer": {index: each.largest for index, each in seen.values.items()},
         "inputs of": seen.inputs,
     }
     for what, table in tables.items():

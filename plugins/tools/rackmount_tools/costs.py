@@ -151,7 +151,6 @@ def _experts(socket: Experts, draft: Draft) -> ExpertLayer:
     )
 
 
-
 def _params(weights: Iterable[StoredWeight]) -> Params:
     params: Counter[str] = Counter()
     for weight in weights:

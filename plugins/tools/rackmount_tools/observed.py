@@ -18,17 +18,17 @@ from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.mount import assemble, fill
 from rackmount_registry.nn import Linear, MergedLinear
 from rackmount_registry.step import ReferenceStep
+from rackmount_tools.kv_scales import ScaleSearch
 
 
 @dataclass(kw_only=True)
 class Observed:
-    """Largest magnitudes, float32."""
+    """By the index of a layer, after head norms and rotary embedding; and by logical weight."""
 
-    keys: dict[int, Tensor] = field(default_factory=dict)
-    """Index of a layer -> [KV heads], after head norms and rotary embedding."""
-    values: dict[int, Tensor] = field(default_factory=dict)
+    keys: dict[int, ScaleSearch] = field(default_factory=dict)
+    values: dict[int, ScaleSearch] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
-    """Logical weight -> [], over all features."""
+    """Largest magnitude over all features: float32 []."""
 
 
 def observe(
@@ -37,18 +37,20 @@ def observe(
     sequences: Sequence[Sequence[int]],
     report: Report,
     *,
+    per_head: bool,
     inputs: bool,
 ) -> Observed:
     """Runs the sequences through the model.
 
     Args:
+        per_head: whether each KV head has a scale of its own.
         inputs: whether those of linear layers are looked at as well.
 
     Raises:
         CheckpointError: as for `fill`.
     """
     seen = Observed()
-    step = _ObservingStep(seen, rack.device)
+    step = _ObservingStep(seen, rack.device, per_head=per_head)
     mounted = assemble(
         rack.draft,
         rack.parts.load(rack.options),
@@ -79,9 +81,9 @@ def observe(
 class _ObservingStep(ReferenceStep):
     """Looks at what each layer writes."""
 
-    def __init__(self, seen: Observed, device: torch.device) -> None:
+    def __init__(self, seen: Observed, device: torch.device, *, per_head: bool) -> None:
         super().__init__()
-        self.seen, self.device = seen, device
+        self.seen, self.device, self.per_head = seen, device, per_head
 
     def begin(self, lengths: Sequence[int]) -> None:
         super().begin(lengths)
@@ -90,21 +92,24 @@ class _ObservingStep(ReferenceStep):
         self.slots = self.slots.to(self.device, torch.int32)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return super().attend(_Watched(layer, self.seen), q, k, v)
+        searches = [
+            table.setdefault(layer.index, ScaleSearch(per_head=self.per_head))
+            for table in (self.seen.keys, self.seen.values)
+        ]
+        return super().attend(_Watched(layer, searches), q, k, v)
 
 
 class _Watched:
     """An `AttentionLayer` whose cache is looked at once it is written."""
 
-    def __init__(self, layer: AttentionLayer, seen: Observed) -> None:
-        self.layer, self.seen = layer, seen
+    def __init__(self, layer: AttentionLayer, searches: Sequence[ScaleSearch]) -> None:
+        self.layer, self.searches = layer, searches
         self.index, self.params, self.kv_scales = layer.index, layer.params, layer.kv_scales
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
         q = self.layer.store(q, k, v, cache, slots)
-        largest = cache.abs().amax((1, 3)).float()
-        _grow(self.seen.keys, self.index, largest[0])
-        _grow(self.seen.values, self.index, largest[1])
+        for search, each in zip(self.searches, cache, strict=True):
+            search.see(each)
         return q
 
 
@@ -113,9 +118,5 @@ def _see_input(
 ) -> None:
     largest = given[0].abs().amax().float()
     for name in names:
-        _grow(inputs, name, largest)
-
-
-def _grow(table: dict[Any, Tensor], key: Any, largest: Tensor) -> None:
-    before = table.get(key)
-    table[key] = largest if before is None else torch.maximum(before, largest)
+        before = inputs.get(name)
+        inputs[name] = largest if before is None else torch.maximum(before, largest)

@@ -88,7 +88,8 @@ class RoundedTensors:
         encoded = dict(stored.encode(dense.to(self.rack.device, self.rack.dtype)))
         if self.static:
             largest = self.seen.inputs[part.name].view(1)
-            encoded["input_scale"] = scales_of(largest, LIMITS[encoded["weight"].dtype])
+            scale = largest / LIMITS[encoded["weight"].dtype]
+            encoded["input_scale"] = scale.where(largest > 0, 1.0)
         for suffix, tensor in encoded.items():
             rows_alone = suffix == "weight_scale" and tensor.shape == part.shape[:1] != (1,)
             yield f"{part.name}.{suffix}", tensor.unsqueeze(1) if rows_alone else tensor
@@ -97,15 +98,5 @@ class RoundedTensors:
         """Scales of a layer [1], or of its KV heads [heads, 1, 1]."""
         for layer in self.rack.draft.attention:
             for name, table in (("k_scale", self.seen.keys), ("v_scale", self.seen.values)):
-                largest = table[layer.index]
-                scales = (
-                    scales_of(largest).view(-1, 1, 1)
-                    if per_head
-                    else scales_of(largest.amax().view(1))
-                )
-                yield layer.sibling(name), scales
-
-
-def scales_of(largest: Tensor, limit: float = FP8_MAX) -> Tensor:
-    """float32 scales by which magnitudes up to `largest` reach `limit`; 1 for 0."""
-    return (largest / limit).where(largest > 0, 1.0)
+                scales = table[layer.index].scales()
+                yield layer.sibling(name), scales.view(-1, 1, 1) if per_head else scales
