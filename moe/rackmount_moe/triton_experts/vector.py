@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_moe.triton_experts.block import scale_rows, silu_mul
-from rackmount_registry.device.stream_k import prefetch
+from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
 
 LINE: tl.constexpr = tl.constexpr(128)

@@ -5,7 +5,7 @@ Up to 16 rows products are as exact as the weight: a group's scale multiplies a 
 it multiplies the values, and is rounded to 16 bits as they are: then one chain of MMAs runs while
 the next values are unpacked, in fewer registers.
 
-How it is cut into programs: `rackmount_registry.device.stream_k`. How words hold values:
+How it is cut into programs: `rackmount_quant.kernels.stream_k`. How words hold values:
 `rackmount_registry.device.unpack`.
 """
 
@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_registry.device.stream_k import finish, load_rows, prefetch, rows_at, tile_rows
+from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
+from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import (
     fp8_planes,
     int4_planes,

@@ -65,19 +65,6 @@ def load_rows(
 
 
 @triton.jit
-def prefetch(at):
-    """Calls the lines at these addresses into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def barrier():
     """All threads' stores come before what any of them does next. `tl.debug_barrier` would keep the
     compiler from pipelining the loop around it."""
