@@ -6,6 +6,7 @@ import torch
 from rackmount_moe.torch_experts import TorchExperts
 from rackmount_registry.experts import ExpertBundle, ExpertInput
 from rackmount_registry.formats import Weight
+from rackmount_registry.offers import is_installed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,8 +14,8 @@ pytestmark = [
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
         reason="kernels of deep_gemm for Hopper",
     ),
+    pytest.mark.skipif(not is_installed("deep_gemm"), reason="deep_gemm is not installed"),
 ]
-deep_gemm = pytest.importorskip("deep_gemm")
 
 EXPERTS, HIDDEN, WIDTH = 16, 512, 256
 
