@@ -6,14 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rackmount_quant.kernels.planes import fp8_planes, int4_planes, int8_planes, plane_columns
 from rackmount_registry.device.unpack import (
     deinterleave,
-    fp8_planes,
-    int4_planes,
-    int8_planes,
     interleave,
     pack_nibbles,
-    plane_columns,
     unpack_fp8,
     unpack_int4,
     unpack_int8,

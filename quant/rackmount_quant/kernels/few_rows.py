@@ -13,14 +13,16 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
-from rackmount_registry.device.prefetch import prefetch
-from rackmount_registry.device.unpack import (
+from rackmount_quant.kernels.planes import (
     fp8_planes,
     int4_planes,
     int8_planes,
     plane_columns,
     scale_rows,
+)
+from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
+from rackmount_registry.device.prefetch import prefetch
+from rackmount_registry.device.unpack import (
     unpack_fp8,
     unpack_int4,
     unpack_int8,
@@ -74,7 +76,7 @@ def few_rows_kernel(
 
     FORMAT "int4", "int8", "fp8": how `words`, int32 or with PLANES int16, hold a row's values. Word
     j of a row's block of BLOCK_K columns is at row * row_stride + block * block_stride + j. PLANES:
-    see `unpack`; there is a product for each. `scales` where GROUPED [columns / group, rows /
+    see `planes`; there is a product for each. `scales` where GROUPED [columns / group, rows /
     ROWS_PER_SCALE], each for BLOCKS_PER_SCALE blocks, with `zeros` alike or None; else [N], one a
     row.
 

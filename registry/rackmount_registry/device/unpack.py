@@ -11,9 +11,7 @@ are stored such that the thread which reads one needs just its values: 16 bytes,
 A shift and a mask then take a pair out of a word, one value in each half. Triton follows layouts
 backward through `join`, `permute` and `reshape`; packed words alone move between threads.
 
-That holds for wgmma. Where there is a `join`, Triton gives mma.sync another fragment; for it there
-are planes: of the words' halves, int16 [R, C], which are read alike, plane i has in column c the
-weight's column `plane_columns`(c, i), and there is a product for each plane.
+That holds for wgmma. Where there is a `join`, Triton gives mma.sync another fragment.
 
 `dtype` is bfloat16 or float16, and values are exact in it. COMPILED: not in the interpreter, which
 knows no assembly.
@@ -26,7 +24,6 @@ from torch import Tensor
 
 SIGNS: tl.constexpr = tl.constexpr(-0x7FFF8000)
 """The sign bits of both halves of a word."""
-DIGITS: tl.constexpr = tl.constexpr(tuple(map(str, range(16))))
 ONE_BF16: tl.constexpr = tl.constexpr(0x3F803F80)
 ONE_FP16: tl.constexpr = tl.constexpr(0x3C003C00)
 
@@ -117,12 +114,6 @@ def unpack_fp8(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(values, scales, COMPILED: tl.constexpr):
-    """values [R, K] times scales float32 [R], which are rounded to the values' dtype first."""
-    return _fma_halves(values, scales[:, None], -0.0, COMPILED)
-
-
-@triton.jit
 def _in_order(pairs, dtype: tl.constexpr):
     """pairs int32 [R, W, I] -> the values of both halves [R, 2 W I], by their columns."""
     R: tl.constexpr = pairs.shape[0]
@@ -183,104 +174,4 @@ def _fma(x, y, z, dtype: tl.constexpr, COMPILED: tl.constexpr):
         low += _low(z, dtype).to(tl.float32)
         high += _low(z >> 16, dtype).to(tl.float32)
         out = (_twice(low, dtype) & 0xFFFF) | (_twice(high, dtype) << 16)
-    return out
-
-
-@triton.jit
-def plane_columns(c, i, NUM: tl.constexpr):
-    """The weight's columns that are in columns c of plane i of NUM: runs of eight."""
-    return c // 8 * (8 * NUM) + 8 * i + c % 8
-
-
-@triton.jit
-def int4_planes(halves, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """As `unpack_int4`: halves int16 [R, C] -> four planes [R, C]."""
-    MAGIC: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    UNIT: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
-    if zeros is None:
-        minus: tl.constexpr = -UNIT - 8.0
-    else:
-        minus = (-UNIT - zeros)[:, None]
-    return (
-        _fma_halves(_pick(halves, 0, 0x000F, MAGIC, dtype, COMPILED), 1.0, minus, COMPILED),
-        _fma_halves(_pick(halves, 4, 0x000F, MAGIC, dtype, COMPILED), 1.0, minus, COMPILED),
-        _fma_halves(_pick(halves, 8, 0x000F, MAGIC, dtype, COMPILED), 1.0, minus, COMPILED),
-        _fma_halves(_pick(halves, 12, 0x000F, MAGIC, dtype, COMPILED), 1.0, minus, COMPILED),
-    )
-
-
-@triton.jit
-def int8_planes(halves, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """As `unpack_int8`: halves int16 [R, C] -> two planes [R, C]."""
-    MAGIC: tl.constexpr = 0x4300 if dtype == tl.bfloat16 else 0x6400
-    even = _pick(halves, 0, 0x007F, MAGIC, dtype, COMPILED)
-    even = _fma_halves(_pick(halves, 0, 0x0080, MAGIC, dtype, COMPILED), -1.0, even, COMPILED)
-    odd = _pick(halves, 8, 0x007F, MAGIC, dtype, COMPILED)
-    odd = _fma_halves(_pick(halves, 8, 0x0080, MAGIC, dtype, COMPILED), -1.0, odd, COMPILED)
-    if zeros is not None:
-        even = _fma_halves(even, 1.0, -zeros[:, None], COMPILED)
-        odd = _fma_halves(odd, 1.0, -zeros[:, None], COMPILED)
-    return even, odd
-
-
-@triton.jit
-def fp8_planes(halves, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """As `unpack_fp8`: halves int16 [R, C] -> two planes [R, C]."""
-    bf16: tl.constexpr = dtype == tl.bfloat16
-    MASK: tl.constexpr = 0x07F0 if bf16 else 0x3F80
-    POWER: tl.constexpr = 2.0**120 if bf16 else 2.0**8
-    even = _pick(
-        halves,
-        -8,
-        -0x8000,
-        _pick(halves, -4 if bf16 else -7, MASK, 0, tl.int16, COMPILED),
-        dtype,
-        COMPILED,
-    )
-    odd = _pick(
-        halves,
-        0,
-        -0x8000,
-        _pick(halves, 4 if bf16 else 1, MASK, 0, tl.int16, COMPILED),
-        dtype,
-        COMPILED,
-    )
-    return _fma_halves(even, POWER, -0.0, COMPILED), _fma_halves(odd, POWER, -0.0, COMPILED)
-
-
-@triton.jit
-def _pick(halves, SHIFT: tl.constexpr, mask, bits, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """((halves >> SHIFT) & mask) | bits, seen as `dtype`; SHIFT may be negative."""
-    if COMPILED:
-        TYPE: tl.constexpr = "shr.b32" if SHIFT >= 0 else "shl.b32"
-        AMOUNT: tl.constexpr = DIGITS[SHIFT] if SHIFT >= 0 else DIGITS[-SHIFT]
-        out = tl.inline_asm_elementwise(
-            "{ .reg .b32 a; " + TYPE + " a, $1, " + AMOUNT + "; lop3.b32 $0, a, $2, $3, 0xEA; }",
-            "=r,r,r,r",
-            [halves, tl.cast(mask, tl.int16), tl.cast(bits, tl.int16)],
-            dtype=tl.int16,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        shifted = halves >> SHIFT if SHIFT >= 0 else halves << -SHIFT
-        out = (shifted & tl.cast(mask, tl.int16)) | tl.cast(bits, tl.int16)
-    return out.to(dtype, bitcast=True)
-
-
-@triton.jit
-def _fma_halves(x, y, z, COMPILED: tl.constexpr):
-    """x * y + z in the dtype of x."""
-    if COMPILED:
-        TYPE: tl.constexpr = "bf16x2" if x.dtype == tl.bfloat16 else "f16x2"
-        out = tl.inline_asm_elementwise(
-            "fma.rn." + TYPE + " $0, $1, $2, $3;",
-            "=r,r,r,r",
-            [x, tl.cast(y, x.dtype), tl.cast(z, x.dtype)],
-            dtype=x.dtype,
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        out = (x.to(tl.float32) * y + z).to(x.dtype)
     return out
