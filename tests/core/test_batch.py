@@ -191,8 +191,8 @@ def test_padding_behind_the_tokens_leaves_the_requests_as_they_are() -> None:
 
 def test_a_step_of_padding_has_the_tokens_that_were_asked_for() -> None:
     flat = padding_step(np.array([1, 3, 2]), 7)
-    assert flat.positions.tolist() == [0, 0, 1, 2, 0, 1]
-    assert flat.query_start_loc.tolist() == [0, 1, 4, 6]
-    assert flat.seq_lens.tolist() == [1, 3, 2]
-    assert flat.logits_indices.tolist() == [0, 3, 5]
+    assert flat.positions.tolist() == [0, 0, 1, 0, 1, 2]
+    assert flat.query_start_loc.tolist() == [0, 1, 3, 6]
+    assert flat.seq_lens.tolist() == [1, 2, 3]
+    assert flat.logits_indices.tolist() == [0, 2, 5]
     assert set(flat.slots) == {-1} and set(flat.rows) == set(flat.sample_rows) == {7}

@@ -4,11 +4,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import assert_idle, greedy, rows, tiny_engine, tokens_of
 from tests.helpers.mounting import plugins
 
+from rackmount.execution.batch import padding_step
 from rackmount_backends.torch_attention import TorchAttention
 from rackmount_registry import hookimpl
 from rackmount_registry.attention import AttentionBatch
@@ -73,3 +75,12 @@ def test_each_backend_gets_its_kind_of_request_and_the_text_is_the_same(
     assert {n for step in runner._decode.seen for n in step} == {1}
     assert all(min(step) > 1 for step in runner._prefill.seen)
     assert any(len(step) > 1 for step in runner._decode.seen)
+
+
+@pytest.mark.parametrize("query_lens", [[9, 1, 1], [2, 1, 2, 1], [1, 1], [5]])
+def test_padding_has_requests_of_one_token_first(query_lens: list[int]) -> None:
+    flat = padding_step(np.array(query_lens), row=0)
+    found = np.diff(flat.query_start_loc)
+    assert sorted(query_lens) == found.tolist() == flat.seq_lens.tolist()
+    assert flat.num_single == query_lens.count(1)
+    assert flat.positions.tolist() == [place for n in found for place in range(n)]

@@ -83,7 +83,8 @@ class FlatBatch:
 
 def padding_step(query_lens: np.ndarray, row: int) -> FlatBatch:
     """A step of nothing but padding: requests of `row` with so many tokens [R], which are all that
-    there is of them."""
+    there is of them, the shortest first."""
+    query_lens = np.sort(query_lens)
     ends = np.cumsum(query_lens)
     starts = ends - query_lens
     rows = np.full(query_lens.size, row, np.int32)

@@ -89,6 +89,7 @@ class Runner:
         # Two backends: each does its own kind of request, in steps of both kinds too.
         single = 0 if self._decode is self._prefill and not flat.is_decode else flat.num_single
         num_requests, num_tokens = flat.rows.size, int(flat.query_start_loc[-1])
+        assert flat.query_start_loc[single] == single, "requests of one token come first"
         choice = self.rack.attention
         parts = [
             Part(
