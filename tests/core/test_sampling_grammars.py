@@ -12,9 +12,11 @@ from rackmount.sampling import grammars
 from rackmount.sampling.grammars import RowGrammar
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.request import SamplingRequest
+from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 from rackmount_registry.errors import RequestError
 from rackmount_registry.grammar import Grammar, GrammarSpec
+from rackmount_registry.ops import reference_ops
 
 VOCAB, END = 97, 96
 PROMPT = [5, 6, 7]
@@ -127,16 +129,17 @@ def test_logits_are_masked_bit_by_bit_in_the_rows_that_have_a_grammar() -> None:
     for row in (4, 0, 1, 5):
         grammar = row_grammar(Follows(lambda last, row=row: sets[row])) if row in sets else None
         table.admit(row, params, seed=0, prompt_token_ids=PROMPT, grammar=grammar)
-        assert table.reads_history[row] == table.has_rules[row] == (row in sets)
+        assert table.masks.reads_history[row] == (row in sets)
     rows = np.array([4, 0, 1, 5])
     before = logits.clone()
     sampled = sample(table, logits, rows, np.full(4, 3), token_ids)
+    processed = Sampler(table, reference_ops()).process(before, torch.from_numpy(rows))
     expected = before.clone()
     for at, row in enumerate(rows.tolist()):
         for token_id in range(VOCAB):
             if token_id not in sets.get(row, range(VOCAB)):
                 expected[at, token_id] = -torch.inf
-    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
+    torch.testing.assert_close(processed, expected, rtol=0, atol=0)
     assert sampled.token_ids.tolist() == expected.argmax(-1).tolist()
     assert sampled.logprobs is not None  # of the model's own distribution
     own = before.log_softmax(-1).gather(1, expected.argmax(-1, keepdim=True))

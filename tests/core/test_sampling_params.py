@@ -73,6 +73,10 @@ def test_a_number_out_of_range_is_refused_with_value_and_legal_values(
         ({"logit_bias": {-1: 0.0}}, "logit_bias id=-1 is out of range"),
         ({"logit_bias": {5: NAN}}, r"logit_bias\[5\]=nan is out of range.*from -100 to 100"),
         ({"logit_bias": {5: 101}}, r"logit_bias\[5\]=101 is out of range.*from -100 to 100"),
+        (
+            {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+            "logit_bias has 1025 ids; it must have from 0 to 1024",
+        ),
         ({"bad_words": ["a", ""]}, "bad_words holds an empty string"),
         ({"stop": ""}, "stop holds an empty string"),
         ({"stop": ["a", ""]}, "stop holds an empty string"),
@@ -131,6 +135,7 @@ def test_a_value_of_the_wrong_type_is_a_type_error_that_names_it(name: str, valu
         {"min_tokens": 4, "max_tokens": 4},
         {"stop": ["a", "b"]},
         {"logit_bias": {0: 100, 1: -100.0}},
+        {"logit_bias": dict.fromkeys(range(1024), 1.0)},
     ],
 )
 def test_the_ends_of_every_range_are_legal(given: dict[str, Any]) -> None:

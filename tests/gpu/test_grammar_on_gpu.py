@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +38,10 @@ CASES: list[tuple[GrammarSpec, Callable[[str], Any]]] = [
 NEIGHBOURS = [[1, 2, 3], [70, 71]]
 
 
-@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}])
-def test_answers_are_of_their_grammars_and_neighbours_do_not_notice(
-    arguments: dict[str, Any], tmp_path: Path
-) -> None:
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, _ = tiny_checkpoint(
-        tmp_path,
+        tmp_path_factory.mktemp("tiny"),
         "qwen3",
         vocab_size=NUM_BYTE_IDS,
         head_dim=64,
@@ -52,8 +51,17 @@ def test_answers_are_of_their_grammars_and_neighbours_do_not_notice(
         eos_token_id=EOS,
     )
     byte_tokenizer().save_pretrained(folder)
-    given = {"device": "cuda", "dtype": "float32", "block_size": 16, "num_kv_blocks": 128}
-    with tiny_engine(folder, **(given | arguments)) as engine:
+    return folder
+
+
+GIVEN = {"device": "cuda", "dtype": "float32", "block_size": 16, "num_kv_blocks": 128}
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True}, {"max_num_batched_tokens": 16}])
+def test_answers_are_of_their_grammars_and_neighbours_do_not_notice(
+    arguments: dict[str, Any], folder: Path
+) -> None:
+    with tiny_engine(folder, **(GIVEN | arguments)) as engine:
         alone = [tokens_of(engine, [each], greedy(40))[0] for each in NEIGHBOURS]
         for seed in range(8):
             params = [
@@ -67,3 +75,26 @@ def test_answers_are_of_their_grammars_and_neighbours_do_not_notice(
                 assert output.outputs[0].finish_reason == "stop"
                 assert check(output.text), output.text
         assert_idle(engine)
+
+
+def test_graphs_give_the_answers_of_eager_steps(folder: Path) -> None:
+    """Whatever else a request under a grammar asks for."""
+    more: list[dict[str, Any]] = [
+        {"logprobs": 2},
+        {"repetition_penalty": 1.2, "presence_penalty": 0.5},
+        {"logit_bias": {65: 3.0, 57: -4.0}, "min_tokens": 4},
+        {"bad_words": ["AB", "9"]},
+    ]
+    params = [
+        SamplingParams(temperature=1.5, seed=seed, max_tokens=200, grammar=spec, **given)
+        for seed, (given, (spec, _)) in enumerate(product(more, CASES))
+    ]
+    prompts = [*NEIGHBOURS, *([65 + number] * 9 for number in range(len(params)))]
+    found = []
+    for eager in (True, False):
+        arguments = {"enforce_eager": eager, "max_num_seqs": 16}
+        with tiny_engine(folder, **(GIVEN | arguments)) as engine:
+            outputs = engine.generate(prompts, [greedy(40), greedy(40), *params])
+            found.append([(each.token_ids, each.outputs[0].finish_reason) for each in outputs])
+            assert_idle(engine)
+    assert found[0] == found[1]

@@ -1,14 +1,20 @@
 """Captured decode steps give what eager ones give, with every attention backend that is here."""
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import (
+    BOS,
+    EOS,
+    NUM_BYTE_IDS,
     assert_idle,
+    byte_tokenizer,
     distributions,
     greedy,
     rows,
@@ -17,8 +23,10 @@ from tests.helpers.engines import (
 )
 from tests.helpers.mounting import plugins
 
-from rackmount import Engine, SamplingParams
+from rackmount import Engine, RequestOutput, SamplingParams
+from rackmount.execution.graphs import SamplingGraph
 from rackmount.execution.pending import PendingStep
+from rackmount.execution.worker import Worker
 from rackmount.scheduling.plan import StepPlan
 
 pytestmark = pytest.mark.gpu
@@ -86,7 +94,7 @@ def test_logits_are_near_those_of_the_reference(folder: Path, backend: str) -> N
 def test_a_row_s_text_does_not_depend_on_what_its_mates_ask_for(
     folder: Path, enforce_eager: bool
 ) -> None:
-    """Penalties, rules and logprobs take a step's sampling out of its graph."""
+    """Penalties, rules and logprobs take a step's sampling from the one graph to the other."""
     prompts = rows(9, 12, 15, 8)
     plain = SamplingParams(temperature=0.7, seed=5, max_tokens=20, ignore_eos=True)
     special = [
@@ -101,6 +109,72 @@ def test_a_row_s_text_does_not_depend_on_what_its_mates_ask_for(
         again = tokens_of(engine, prompts, [plain, *special])
         assert again == together
         assert_idle(engine)
+
+
+ASKING = [
+    greedy(20, repetition_penalty=1.3, frequency_penalty=0.4),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24, presence_penalty=1.5, logprobs=2),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=16, logit_bias={5: 4.0, 80: -20.0}),
+    SamplingParams(seed=3, max_tokens=22, allowed_token_ids=[3, 65, 66, 67]),
+    SamplingParams(seed=4, max_tokens=30, allowed_token_ids=[65, 66], bad_words=["AB", "BBB"]),
+    SamplingParams(seed=5, max_tokens=18, min_tokens=9, stop_token_ids=list(range(200))),
+    greedy(14, logprobs=3),
+]
+
+
+@pytest.mark.parametrize("arguments", [{}, {"max_num_batched_tokens": 16}, {"num_kv_blocks": 14}])
+def test_whatever_requests_ask_for_graphs_give_the_tokens_of_eager_steps(
+    tmp_path: Path, arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a step ahead, beside plain ones, which outlive them; and every decode step replays one."""
+    ids = {"vocab_size": NUM_BYTE_IDS, "bos_token_id": BOS, "eos_token_id": EOS}
+    folder, _ = tiny_checkpoint(tmp_path, "qwen3", **(SIZES | ids))
+    byte_tokenizer().save_pretrained(folder)
+    plain = [greedy(33), SamplingParams(seed=9, max_tokens=36, ignore_eos=True)]
+    prompts = rows(*range(4, 4 + len(ASKING) + len(plain)))
+    given = {"dtype": "float32", "block_size": 16, "max_num_seqs": 16} | arguments
+    found, seen = [], []
+    for eager in (True, False):
+        with engine_of(folder, enforce_eager=eager, **given) as engine:
+            worker = engine.core.executor._program._worker
+            assert engine.rack.captures_graphs is not eager
+            if not eager:
+                seen = watch(worker, monkeypatch)
+            outputs = engine.generate(prompts, [*ASKING, *plain])
+            found.append([answer_of(output) for output in outputs])
+            assert_idle(engine)
+    assert found[0] == found[1]
+    assert {"plain", "processed"} <= set(seen)
+    assert seen.count("step") == seen.count("plain") + seen.count("processed")
+
+
+def watch(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Its decode steps and the sampling graphs that are replayed, from here on."""
+    seen: list[str] = []
+    graphs, decode = worker._decode_graphs._graphs, worker._decode
+
+    def named(name: str, graph: SamplingGraph) -> SamplingGraph:
+        replay = graph.graph.replay
+        return SamplingGraph(
+            SimpleNamespace(replay=lambda: (seen.append(name), replay())), graph.token_ids
+        )
+
+    for size, graph in graphs.items():
+        graphs[size] = replace(
+            graph,
+            plain=named("plain", graph.plain),
+            processed=named("processed", graph.processed),
+        )
+    monkeypatch.setattr(worker, "_decode", lambda *args: (seen.append("step"), decode(*args))[1])
+    return seen
+
+
+def answer_of(output: RequestOutput) -> tuple[Any, ...]:
+    """Its tokens, why it ended, and the tokens and ranks of its logprobs."""
+    answer = output.outputs[0]
+    listed = [(each.token_id, each.rank, list(each.top)) for each in answer.logprobs or []]
+    assert answer.finish_reason != "error"
+    return answer.token_ids, answer.finish_reason, listed
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

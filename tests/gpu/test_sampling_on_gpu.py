@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ import torch
 from tests.helpers.sampling import sample
 
 from rackmount.device import upload
+from rackmount.sampling import sampler as module
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 from rackmount_backends.triton_ops.sampling import sample as triton_sample
-from rackmount_registry.ops import reference_ops
 
 pytestmark = pytest.mark.gpu
 
@@ -80,17 +81,66 @@ def test_the_tokens_are_those_of_the_cpu() -> None:
 @pytest.mark.usefixtures("no_waiting")
 def test_a_step_never_waits_for_the_gpu() -> None:
     table = admitted("cuda")
-    ops = reference_ops()
-    sampler = Sampler(table, ops)
+    sampler = Sampler(table, SimpleNamespace(sample=triton_sample))
     for step in range(3):
         table.release(step)
         table.admit(step, SamplingParams(**KINDS[-step]), seed=step, prompt_token_ids=[1, 2])
-        table.flush()
         logits = torch.empty(SIZE, V, device="cuda").normal_()
         positions = np.full(SIZE, step + 2)
-        logits = sampler.process(logits, ROWS, positions, HISTORY)
+        sampler.prepare(ROWS, positions, HISTORY)
         where = upload(ROWS, table.device), upload(positions, table.device)
-        sampler.finish(triton_sample(logits, *where, table.state))
+        token_ids = sampler.draw_processed(logits, *where)
+        sampler.logprobs(logits, ROWS, token_ids)
+
+
+@pytest.mark.parametrize("block", [2, 2**22])
+def test_a_captured_sampling_is_the_eager_one(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows come and go between its replays, masks and counts change, and it is padded; logits are
+    bfloat16, some of them among the smallest numbers, zeros of both signs, infinite or NaN."""
+    monkeypatch.setattr(module, "BLOCK_LOGITS", block * V)
+    tables = admitted("cuda"), admitted("cuda")
+    eager, captured = (Sampler(table, SimpleNamespace(sample=triton_sample)) for table in tables)
+    device = torch.device("cuda")
+    rows = upload(np.append(ROWS, [SIZE, SIZE]).astype(np.int32), device)
+    positions = torch.zeros(SIZE + 2, dtype=torch.int32, device=device)
+    logits = torch.zeros(SIZE + 2, V, dtype=torch.bfloat16, device=device)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        processed = captured.process(logits, rows)
+        return processed, captured.draw_processed(logits, rows, positions)
+
+    captured.prepare(ROWS, np.full(SIZE, 2), HISTORY)
+    eager.prepare(ROWS, np.full(SIZE, 2), HISTORY)
+    step()
+    eager.draw_processed(logits, rows, positions)  # it counts, as the run before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        processed, token_ids = step()
+    tokens = []
+    for number in range(12):
+        at = np.full(SIZE, number + 2)
+        for table in tables:
+            row = number % SIZE
+            table.release(row)
+            given = SamplingParams(**KINDS[(row + number) % SIZE])
+            table.admit(row, given, seed=number, prompt_token_ids=[5], bad_words_ids=[[number]])
+        logits.normal_().mul_(2)
+        odd = [0.0, -0.0, 1e-39, -1e-39, float("-inf")]
+        logits[:, 30:35] = torch.tensor(odd, dtype=torch.bfloat16).to(device)
+        logits[number % SIZE, 50] = torch.nan
+        positions[:SIZE] = upload(at.astype(np.int32), device)
+        for sampler in (eager, captured):
+            sampler.prepare(ROWS, at, HISTORY)
+        expected = eager.process(logits, rows)
+        graph.replay()
+        assert torch.equal(processed.view(torch.int32), expected.view(torch.int32))
+        padding = logits[SIZE:].float()
+        assert torch.equal(processed[SIZE:].view(torch.int32), padding.view(torch.int32))
+        assert torch.equal(token_ids, eager.draw_processed(logits, rows, positions))
+        tokens.append(token_ids.tolist())
+    found = {token for step in tokens for token in step}
+    assert -1 in found and len(found) > 40
 
 
 def test_an_upload_is_of_the_array_as_it_was() -> None:

@@ -31,10 +31,10 @@ def sample(
 ) -> Sampled:
     """Samples one token for each of the rows by the definitions, and counts it."""
     sampler = Sampler(table, reference_ops())
-    table.flush()
-    logits = sampler.process(logits, rows, positions, token_ids)
-    sampled = sampler.draw(logits, upload(rows, table.device), upload(positions, table.device))
-    return Sampled(sampled, sampler.finish(sampled))
+    sampler.prepare(rows, positions, token_ids)
+    draw = sampler.draw if sampler.is_plain(rows) else sampler.draw_processed
+    sampled = draw(logits, upload(rows, table.device), upload(positions, table.device))
+    return Sampled(sampled, sampler.logprobs(logits, rows, sampled))
 
 
 def state_of(

@@ -17,10 +17,8 @@ from torch import Tensor
 from rackmount.execution.batch import FlatBatch, padding_step
 from rackmount.execution.buffers import StepTensors
 from rackmount.execution.runner import Runner
+from rackmount.sampling.sampler import Sampler
 from rackmount_registry.attention import AttentionLayer
-
-Sample = Callable[[Tensor, StepTensors], Tensor]
-"""Logits [S, vocabulary] -> token ids int32 [S] on the device."""
 
 
 class Recorder:
@@ -57,26 +55,39 @@ class Recorder:
         return graph, out
 
 
+@dataclass(frozen=True)
+class SamplingGraph:
+    """A captured sampling from the hidden states that the model's graph leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    token_ids: Tensor
+    """int32 [size], where the graph leaves it."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodeGraph:
     """A captured step of one batch size: one launch for the model, one for sampling."""
 
     model: torch.cuda.CUDAGraph
-    hidden: Tensor
-    """[size, hidden], where the model's graph leaves it."""
-    sampling: torch.cuda.CUDAGraph
-    token_ids: Tensor
-    """int32 [size], where the sampling graph leaves it."""
+    plain: SamplingGraph
+    """For rows that ask for nothing but a draw."""
+    processed: SamplingGraph
+    """For rows that may ask for anything."""
+    logits: Tensor
+    """[size, vocabulary], where `processed` leaves them as the model gave them; that of another
+    size overwrites them."""
 
 
 class DecodeGraphs:
     """Decode steps of a runner whose caches stay where they are."""
 
-    def __init__(self, runner: Runner, sample: Sample, padding_row: int) -> None:
-        self._runner, self._sample, self._padding_row = runner, sample, padding_row
+    def __init__(self, runner: Runner, sampler: Sampler, padding_row: int) -> None:
+        self._runner, self._sampler, self._padding_row = runner, sampler, padding_row
         self._graphs: dict[int, DecodeGraph] = {}
         self._sizes: list[int] = []
         self._recorder = Recorder()
+        self._logits = torch.empty(0)
+        """[largest size, vocabulary]."""
 
     def capture(self, sizes: Iterable[int]) -> None:
         """Captures steps of so many requests."""
@@ -94,21 +105,28 @@ class DecodeGraphs:
             runner.build(tensors)
             return runner.forward(tensors)
 
-        def sampling(hidden: Tensor) -> Tensor:
-            token_ids = self._sample(runner.logits(hidden), tensors)
-            runner.remember(tensors, token_ids)
-            return token_ids
+        def plain(hidden: Tensor) -> Tensor:
+            return runner.sample(tensors, runner.logits(hidden), self._sampler.draw)
 
-        sampling(model())  # compiles and takes workspaces before it is captured
+        def processed(hidden: Tensor) -> Tensor:
+            logits = self._logits[:size].copy_(runner.logits(hidden))
+            return runner.sample(tensors, logits, self._sampler.draw_processed)
+
+        hidden = model()  # compiles and takes workspaces before it is captured
+        if not self._graphs:  # the largest comes first
+            self._logits = torch.empty_like(runner.logits(hidden))
+        plain(hidden)
+        processed(hidden)
         model_graph, hidden = self._recorder.record(model)
-        sampling_graph, token_ids = self._recorder.record(lambda: sampling(hidden))
         return DecodeGraph(
-            model=model_graph, hidden=hidden, sampling=sampling_graph, token_ids=token_ids
+            model=model_graph,
+            plain=SamplingGraph(*self._recorder.record(lambda: plain(hidden))),
+            processed=SamplingGraph(*self._recorder.record(lambda: processed(hidden))),
+            logits=self._logits[:size],
         )
 
-    def replay(self, flat: FlatBatch) -> tuple[FlatBatch, StepTensors, DecodeGraph]:
-        """Runs the model on a decode step: the step as padded, its tensors, and the graph, whose
-        sampling has not run."""
+    def replay(self, flat: FlatBatch) -> DecodeGraph:
+        """Runs the model on a decode step: the graph, whose sampling has not run."""
         size = self._sizes[bisect_left(self._sizes, flat.rows.size)]
         graph = self._graphs[size]
         padded = flat.padded(size, self._padding_row)
@@ -116,7 +134,7 @@ class DecodeGraphs:
         if self._runner.rack.attention.decode.descriptor.metadata == "host":
             self._runner.plan(padded, tensors, is_static=True)
         graph.model.replay()
-        return padded, tensors, graph
+        return graph
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,10 @@ import numpy as np
 import torch
 
 from rackmount.execution.batch import FlatBatch, padding_step
-from rackmount.execution.graphs import DecodeGraphs, MixedGraphs, Sample
+from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.runner import Runner
 from rackmount.sampling.logprobs import gather_logprobs, log_softmax
+from rackmount.sampling.sampler import Sampler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +22,7 @@ class Profile:
     graphs: int
 
 
-def profile(runner: Runner, sample: Sample, padding_row: int) -> Profile:
+def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
     """Runs the largest steps and captures some graphs, over a pool of one block that nothing is
     written to."""
     runner.carve(1)
@@ -35,12 +36,12 @@ def profile(runner: Runner, sample: Sample, padding_row: int) -> Profile:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     for query_lens in (prompts, mixed_lens, prompts):  # the first time compiles
-        _run(runner, sample, padding_step(query_lens, padding_row))
+        _run(runner, sampler, padding_step(query_lens, padding_row))
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
     graphs = 0
     if rack.captures_graphs:
-        decode = DecodeGraphs(runner, sample, padding_row)
+        decode = DecodeGraphs(runner, sampler, padding_row)
         mixed = MixedGraphs(runner, padding_row)
         sizes = rack.decode_sizes
         first, other = (_taken(decode.capture, [size]) for size in (sizes[-1], sizes[0]))
@@ -50,18 +51,15 @@ def profile(runner: Runner, sample: Sample, padding_row: int) -> Profile:
     return Profile(activations=activations, graphs=graphs)
 
 
-def _run(runner: Runner, sample: Sample, flat: FlatBatch) -> None:
-    """A step whose requests all ask for penalties and logprobs, of their prompts too."""
+def _run(runner: Runner, sampler: Sampler, flat: FlatBatch) -> None:
+    """A step whose requests all ask for everything, logprobs of their prompts too."""
     tensors, hidden = runner.hidden(flat, of_all=True)
     logits = runner.logits(hidden.index_select(0, tensors.logits_indices))
     del hidden
-    sample(logits.clone(), tensors)  # as requests do that ask for nothing
-    wide = logits.float()
-    token_counts = wide.new_empty(wide.shape, dtype=torch.int32), wide > 0  # of the penalties
-    raw = log_softmax(logits)
-    token_ids = sample(wide, tensors)
-    gather_logprobs(np.arange(len(raw)), raw, token_ids.clamp(min=0).long(), 1)
-    del token_counts
+    runner.sample(tensors, logits.clone(), sampler.draw)
+    token_ids = runner.sample(tensors, logits, sampler.draw_processed)
+    own = token_ids.clamp(min=0).long()
+    gather_logprobs(np.arange(len(logits)), log_softmax(logits), own, 1)
 
 
 def _taken(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:

@@ -1,5 +1,6 @@
 """The model over its KV cache: from a flat batch to hidden states."""
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -21,6 +22,9 @@ from rackmount_registry.mount import Mounted
 from rackmount_registry.offers import Offer
 from rackmount_registry.ops import Ops
 from rackmount_registry.options import instantiate
+
+Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""From logits [S, vocabulary], rows and positions [S] to token ids int32 [S]."""
 
 
 class Runner:
@@ -156,7 +160,9 @@ class Runner:
         """Hidden states [S, hidden] -> logits [S, vocabulary]. May be captured."""
         return self.mounted.logits(hidden)
 
-    def remember(self, tensors: StepTensors, token_ids: Tensor) -> None:
-        """What was sampled int32 [S], -1 for nothing, feeds the rows' next step. May be
-        captured."""
+    def sample(self, tensors: StepTensors, logits: Tensor, draw: Draw) -> Tensor:
+        """Draws from logits [S, vocabulary] token ids int32 [S], -1 for nothing, which feed the
+        rows' next step. May be captured, if `draw` may."""
+        token_ids = draw(logits, tensors.sample_rows, tensors.sample_positions)
         self.buffers.last_ids[tensors.sample_rows] = token_ids.clamp(min=0)
+        return token_ids

@@ -80,7 +80,7 @@ class Worker:
         """KV blocks that there is room for; a GPU runs the largest step to find out."""
         device, config = self.rack.device, self.rack.config
         if device.type == "cuda":
-            self.profile = profile(self._runner, self._draw, self.batch.padding_row)
+            self.profile = profile(self._runner, self._sampler, self.batch.padding_row)
         free = free_bytes(device, config.gpu_memory_utilization)
         assert free is not None, f"no {device}"
         return num_kv_blocks(self.rack, free - self.profile.activations - self.profile.graphs)
@@ -91,7 +91,7 @@ class Worker:
         bytes."""
         num_bytes = self._runner.carve(num_kv_blocks)
         if self.rack.captures_graphs:
-            self._decode_graphs = DecodeGraphs(self._runner, self._draw, self.batch.padding_row)
+            self._decode_graphs = DecodeGraphs(self._runner, self._sampler, self.batch.padding_row)
             self._decode_graphs.capture(self.rack.decode_sizes)
             self._mixed_graphs = MixedGraphs(self._runner, self.batch.padding_row)
             self._mixed_graphs.capture(self.rack.mixed_sizes)
@@ -123,13 +123,14 @@ class Worker:
         return [ExpertLoad(each.path, load) for each, load in zip(layers, counts, strict=True)]
 
     def _decode(self, flat: FlatBatch, graphs: DecodeGraphs) -> PendingStep:
-        """A captured step; its sampling is eager where a request needs more than a draw."""
-        padded, tensors, graph = graphs.replay(flat)
-        if self._sampler.is_plain(flat.sample_rows):
-            graph.sampling.replay()
-            return self._pend(flat, graph.token_ids, None, {})
-        token_ids, logprobs = self._sample(padded, tensors, graph.hidden)
-        return self._pend(flat, token_ids, logprobs, {})
+        """A captured step. Logprobs are not: few ask for them, and for how many is another."""
+        sampler, rows = self._sampler, flat.sample_rows
+        graph = graphs.replay(flat)
+        self._prepare(flat)
+        sampling = graph.plain if sampler.is_plain(rows) else graph.processed
+        sampling.graph.replay()
+        logprobs = sampler.logprobs(graph.logits, rows, sampling.token_ids)
+        return self._pend(flat, sampling.token_ids, logprobs, {})
 
     def _run(self, plan: StepPlan, flat: FlatBatch) -> PendingStep:
         """A step whose sampling is eager, and the model too where it was not captured."""
@@ -147,26 +148,26 @@ class Worker:
         token_ids, logprobs = self._sample(flat, tensors, hidden)
         return self._pend(flat, token_ids, logprobs, prompts)
 
-    def _draw(self, logits: Tensor, tensors: StepTensors) -> Tensor:
-        return self._sampler.draw(logits, tensors.sample_rows, tensors.sample_positions)
-
     def _sample(
         self, flat: FlatBatch, tensors: StepTensors, hidden: Tensor
     ) -> tuple[Tensor, LogprobTensors | None]:
-        """From hidden states [S, hidden] to tokens int32 [S] on the device.
-
-        Where a row needs its history, the host waits for the steps before this one, while the
-        device goes on with this one's model.
-        """
+        """From hidden states [S, hidden] to tokens int32 [S] on the device."""
         sampler, rows = self._sampler, flat.sample_rows
         logits = self._runner.logits(hidden)
-        if sampler.needs_history(rows):
+        self._prepare(flat)
+        draw = sampler.draw if sampler.is_plain(rows) else sampler.draw_processed
+        token_ids = self._runner.sample(tensors, logits, draw)
+        return token_ids, sampler.logprobs(logits, rows, token_ids)
+
+    def _prepare(self, flat: FlatBatch) -> None:
+        """Gives the device what the step's sampling needs, while it goes on with the model.
+
+        Where a row needs its history, the host waits for the steps before this one.
+        """
+        if self._sampler.needs_history(flat.sample_rows):
             for each in self._unsettled:
                 each.settle()
-        logits = sampler.process(logits, rows, flat.sample_positions, self.batch.token_ids)
-        token_ids = self._draw(logits, tensors)
-        self._runner.remember(tensors, token_ids)
-        return token_ids, sampler.finish(token_ids)
+        self._sampler.prepare(flat.sample_rows, flat.sample_positions, self.batch.token_ids)
 
     def _pend(
         self,
@@ -220,7 +221,6 @@ class Worker:
                 stop_ids=sampling.stop_ids,
                 grammar=self._grammars.follow(sampling, num_prompt),
             )
-        table.flush()
 
     def _prompt_logprobs(
         self, plan: StepPlan, flat: FlatBatch, hidden: Tensor

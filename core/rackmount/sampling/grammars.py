@@ -10,6 +10,7 @@ import numpy as np
 
 from rackmount.config import EngineConfig
 from rackmount.rack import choose_grammar_backend
+from rackmount.sampling.bitmask import ban, num_words
 from rackmount.sampling.request import SamplingRequest
 from rackmount_registry.errors import RackmountError, RequestError
 from rackmount_registry.grammar import (
@@ -128,8 +129,7 @@ class RowGrammar:
         self._is_lost = False
         self._others = np.full(num_words(vocab_size), -1, np.int32)
         """All tokens that are no stop ids."""
-        for token_id in sampling.stop_ids:
-            self._others.view(np.uint32)[token_id // 32] &= ~np.uint32(1 << token_id % 32)
+        ban(self._others, sampling.stop_ids)
 
     def fill_bitmask(self, history: np.ndarray, bitmask: np.ndarray) -> None:
         """Writes which tokens may follow `history`, prompt and output, as `Matcher` does.
@@ -175,8 +175,3 @@ def _in_thread(work: Callable[[], T]) -> "Future[T]":
 
     Thread(target=run, name="grammar", daemon=True).start()
     return future
-
-
-def num_words(vocab_size: int) -> int:
-    """Of a bitmask over the vocabulary, in int32."""
-    return -(-vocab_size // 32)

@@ -44,6 +44,8 @@ from rackmount_registry.grammar import GrammarSpec
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy: there, a logit 0.001 behind has e^-100 of the mass."""
+MAX_BIASES = 1024
+"""Most ids of `logit_bias`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,6 +70,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted once for each time that the token is in the output."""
     logit_bias: dict[int, float] | None = None
+    """Added to the logits of at most `MAX_BIASES` ids."""
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     """Their last token is banned where it would complete one, also one begun in the prompt."""
@@ -230,7 +233,12 @@ def _check_ids(name: str, ids: Iterable[object]) -> None:
 
 def _check_bias(bias: object) -> None:
     _check_type("logit_bias", bias or {}, dict, "a dict from token id to number, or None")
-    for token_id, value in bias.items() if isinstance(bias, dict) else ():
+    given = bias if isinstance(bias, dict) else {}
+    if len(given) > MAX_BIASES:
+        raise ConfigError(
+            f"logit_bias has {len(given)} ids; it must have from 0 to {MAX_BIASES}, or be None"
+        )
+    for token_id, value in given.items():
         _ID.check("logit_bias id", token_id)
         _BIAS.check(f"logit_bias[{token_id}]", value)
 

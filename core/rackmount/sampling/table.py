@@ -1,42 +1,29 @@
 """What the sampler knows of each row of the persistent batch."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from rackmount.device import upload
+from rackmount.sampling.biases import Biases
 from rackmount.sampling.grammars import RowGrammar
+from rackmount.sampling.masks import Masks, RowMask
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.penalties import Penalties
+from rackmount.sampling.processor import LogitProcessor
 from rackmount_registry.sampling import Draw, SamplingState
 
 Numbers = tuple[float, float, float, float]
 """A row of `SamplingState.numbers`."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LogitRules:
-    """Changes of one row's logits that few requests ask for."""
-
-    banned: Tensor | None
-    """bool [V] on the device: what `allowed_token_ids` leaves out."""
-    grammar: RowGrammar | None
-    bias: dict[int, float]
-    bad_words: list[list[int]]
-    stop_ids: list[int]
-    """Banned below `min_position`."""
-    min_position: int
-
-
 class SamplingTable:
     """Per-row state for `max_num_seqs` requests and one row more, for padding, which asks for
     nothing; a step names the rows that it samples.
 
-    What the device reads is in `state`, as of the last `flush`. What the host decides by is in
-    numpy arrays, and what few requests ask for is held for their rows alone.
+    What the device reads, in `state` and the processors, lies at fixed places, as of the last
+    `flush`. What the host decides by is in numpy arrays.
     """
 
     def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
@@ -46,13 +33,13 @@ class SamplingTable:
         self.state = SamplingState.greedy(max_num_seqs, device)
         self._changed: dict[int, tuple[Draw, Numbers, int]] = {}
         """Draw, numbers and seed of the rows that `state` does not have yet."""
+        self.masks = Masks(size, vocab_size, device)
+        self.biases = Biases(size, vocab_size, device)
+        self.penalties = Penalties(size, vocab_size, device)
+        self.processors: list[LogitProcessor] = [self.masks, self.biases, self.penalties]
+        """Of logits, in this order."""
         self.num_logprobs = np.full(size, -1)
         """-1: none are wanted."""
-        self.has_rules = np.zeros(size, bool)
-        self.reads_history = np.zeros(size, bool)
-        """Rows whose rules read the tokens before the position."""
-        self.rules: dict[int, LogitRules] = {}
-        self.penalties = Penalties(size, vocab_size, device)
 
     def admit(
         self,
@@ -74,36 +61,36 @@ class SamplingTable:
         """
         self.release(row)
         self._changed[row] = *self._draw(params), seed
-        if params.logprobs is not None:
-            self.num_logprobs[row] = params.logprobs
-        self.penalties.admit(row, params, prompt_token_ids, output_token_ids)
-        bias = dict(params.logit_bias or {})
-        stop_ids = list(stop_ids) if params.min_tokens and not grammar else []
-        if bias or bad_words_ids or stop_ids or grammar or params.allowed_token_ids is not None:
-            self.has_rules[row] = True
-            self.reads_history[row] = bool(grammar) or any(len(word) > 1 for word in bad_words_ids)
-            self.rules[row] = LogitRules(
-                banned=self._banned(params.allowed_token_ids),
+        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        early = list(stop_ids) if params.min_tokens and not grammar else []
+        if bad_words_ids or early or grammar or params.allowed_token_ids is not None:
+            mask = RowMask(
+                self.vocab_size,
+                allowed=params.allowed_token_ids,
                 grammar=grammar,
-                bias=bias,
-                bad_words=[list(word) for word in bad_words_ids],
-                stop_ids=stop_ids,
+                bad_words=bad_words_ids,
+                early=early,
                 min_position=len(prompt_token_ids) + params.min_tokens,
             )
+            self.masks.admit(row, mask)
+        if params.logit_bias:
+            self.biases.admit(row, params.logit_bias)
+        self.penalties.admit(row, params, prompt_token_ids, output_token_ids)
 
     def release(self, row: int) -> None:
         """Frees a row and all that it holds; a free row may be released again."""
         self._changed.pop(row, None)
         self.num_logprobs[row] = -1
-        self.has_rules[row] = self.reads_history[row] = False
-        self.rules.pop(row, None)
-        self.penalties.release(row)
+        for processor in self.processors:
+            processor.release(row)
 
     def flush(self) -> None:
-        """Brings `state` up to date, in the order of the stream: before the next sampling.
+        """Brings the device up to date, in the order of the stream: before the next sampling.
 
-        One copy carries all rows that were admitted since; nothing where none was.
+        One copy carries what changed of `state`, and one of each processor; none where nothing did.
         """
+        for processor in self.processors:
+            processor.flush()
         if not self._changed:
             return
         packed = np.empty((len(self._changed), 7), np.int64)
@@ -132,9 +119,3 @@ class SamplingTable:
         if top_k < self.vocab_size:
             return Draw.TOP_K, numbers
         return Draw.TOP_P if top_p < 1 else Draw.WHOLE, numbers
-
-    def _banned(self, allowed: list[int] | None) -> Tensor | None:
-        if allowed is None:
-            return None
-        banned = torch.ones(self.vocab_size, dtype=torch.bool, device=self.device)
-        return banned.index_fill_(0, upload(np.array(allowed), self.device), False)
