@@ -24,6 +24,7 @@ def expert_kernels() -> list[ExpertKernel]:
             factory="rackmount_moe.triton_experts.experts:TritonExperts",
             summary="both products fused with what is around them; weights stay packed",
             requires=TRITON,
+            options="rackmount_moe.options:TritonExpertsOptions",
             band="portable",
             graph_safe=True,
             cells=(

@@ -5,8 +5,10 @@ Shapes: T tokens, H hidden size, K experts per token, E experts of this rank, I 
 rank.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, Self
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -105,19 +107,59 @@ class ExpertInput:
     """The dispatcher's own, for `combine`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExpertUse:
+    """How a layer will be called."""
+
+    top_k: int
+    """K."""
+    dtype: torch.dtype
+    """Of x."""
+
+
 class ExpertKernel(Protocol):
     """Runs `down(silu(gate x) * up x)` for each token's experts and sums by weight, in a fixed
-    order.
+    order. The layers of a model that share a weight format share a kernel.
 
     Its descriptor's cells say which layouts and weight formats it takes, and `graph_safe` whether
     `run` may be captured.
     """
 
-    def prepare(self, bundle: ExpertBundle) -> Any:
-        """Repacks once, after loading."""
+    def prepare(self, bundle: ExpertBundle, use: ExpertUse | None = None) -> Any:
+        """Repacks once, after loading; what it returns is handed to every `run`.
+
+        What must be compiled for `use` may be compiled from here on. The mount leaves `use` out
+        where a kernel's `prepare` does not name it.
+        """
 
     def run(self, given: ExpertInput, prepared: Any) -> Tensor:
         """[T, H] in the dtype of x; zero rows for tokens without a local expert. T may be 0."""
+
+
+@runtime_checkable
+class TunableExperts(ExpertKernel, Protocol):
+    """A kernel that goes by measured tables, of which its option `tuned` names one's own."""
+
+    def tune(
+        self,
+        bundles: Sequence[ExpertBundle],
+        inputs: Mapping[int, Sequence[ExpertInput]],
+        file: Path,
+        *,
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """Searches on this GPU, for about so long, for what is fastest, and adds it to the table in
+        `file`; tells how it goes.
+
+        Args:
+            bundles: layers of one shape, which together outgrow the L2 cache.
+            inputs: number of tokens -> inputs of so many, each with experts of its own choice.
+
+        Raises:
+            ConfigError: a number of tokens for which a table has no place; a file that holds
+                something else, or cannot be written.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

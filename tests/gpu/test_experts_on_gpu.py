@@ -10,8 +10,8 @@ from torch import Tensor
 from rackmount_moe.triton_experts import align, experts, launches
 from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.launches import Prepared
-from rackmount_moe.triton_experts.tuning import BUCKETS, MAX_FEW, Plan, Tiling
-from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_moe.triton_experts.table import BUCKETS, MAX_FEW, Plan, Tiling
+from rackmount_registry.experts import ExpertBundle, ExpertInput, ExpertUse
 
 pytestmark = pytest.mark.gpu
 
@@ -55,15 +55,18 @@ def on_gpu(given: ExpertInput) -> ExpertInput:
     )
 
 
-def prepare(layer: ExpertBundle, plan: Plan | None) -> Prepared:
-    """With a plan for any number of tokens, or as `choose` says."""
+def on_cuda(layer: ExpertBundle) -> ExpertBundle:
     moved = (
         replace(each, tensors={name: tensor.cuda() for name, tensor in each.tensors.items()})
         for each in (layer.gate_up, layer.down)
     )
-    bundle = ExpertBundle(gate_up=next(moved), down=next(moved))
+    return ExpertBundle(gate_up=next(moved), down=next(moved))
+
+
+def prepare(layer: ExpertBundle, plan: Plan | None) -> Prepared:
+    """With a plan for any number of tokens, or as `choose` says."""
     kernel = TritonExperts(lambda *_: plan) if plan is not None else TritonExperts()
-    return kernel.prepare(bundle)
+    return kernel.prepare(on_cuda(layer))
 
 
 def check(prepared: Prepared, layer: ExpertBundle, count: int, dtype: torch.dtype) -> None:
@@ -160,12 +163,26 @@ def test_a_token_gets_the_same_whatever_the_others_hold(plan: Plan) -> None:
     assert torch.equal(kernel.run(given, prepared)[4], out[4])
 
 
-def test_the_first_run_compiles_for_any_number_of_tokens() -> None:
+def num_compiled() -> int:
+    """Kernels of experts in this process."""
+    kernels = (
+        *(align.count_kernel, align.place_kernel, launches.combine_kernel),
+        *(launches.product_kernel, launches.vector_kernel),
+    )
+    return sum(len(each[0]) for kernel in kernels for each in kernel.device_caches.values())
+
+
+def test_nothing_is_compiled_after_the_first_run() -> None:
     layer = expert_bundle("dense", 5, 64, 48, torch.bfloat16)
-    prepared, kernel = prepare(layer, None), TritonExperts()
-    kernel.run(on_gpu(expert_tokens(1, 5, 64, 2, torch.bfloat16)), prepared)
-    known = sum(len(cache[0]) for cache in experts.product_kernel.device_caches.values())
-    for count in BUCKETS[:10]:
-        kernel.run(on_gpu(expert_tokens(count, 5, 64, 2, torch.bfloat16)), prepared)
-    later = sum(len(cache[0]) for cache in experts.product_kernel.device_caches.values())
-    assert known == later
+    kernel = TritonExperts()
+    prepared = kernel.prepare(on_cuda(layer), ExpertUse(top_k=2, dtype=torch.bfloat16))
+
+    def run(count: int) -> None:
+        given = on_gpu(expert_tokens(count, 5, 64, 2, torch.bfloat16))
+        kernel.run(replace(given, x=given.x.contiguous()), prepared)
+
+    run(1)
+    known = num_compiled()
+    for count in (*range(2, 70), *BUCKETS[7:13]):
+        run(count)
+    assert num_compiled() == known

@@ -11,9 +11,9 @@ from tests.helpers.routing import ROUTINGS, fresh_state, random_bias
 from torch import Tensor
 
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
-from rackmount_moe.triton_router.router import FEW_TOKENS, gate
+from rackmount_moe.triton_router.router import FEW_TOKENS, Gate, gate, gate_kernel, route_kernel
 from rackmount_registry import ops
-from rackmount_registry.experts import Routing
+from rackmount_registry.experts import RouterState, Routing
 
 pytestmark = pytest.mark.gpu
 
@@ -160,3 +160,25 @@ def test_routers_in_a_graph_give_what_they_give_one_by_one(
         expected = run(pause=True)
         assert torch.equal(out, expected)
         assert int(state.load.sum()) == 2 * layers * num_tokens * routing.top_k
+
+
+def test_nothing_is_compiled_after_what_prepare_was_told_of() -> None:
+    def num_compiled() -> int:
+        caches = (*gate_kernel.device_caches.values(), *route_kernel.device_caches.values())
+        return sum(len(each[0]) for each in caches)
+
+    count, hidden, routing = 24, 640, Routing(top_k=3)
+    weight = torch.randn(count, hidden, dtype=torch.bfloat16, device="cuda")
+    slots = torch.arange(max(NUM_TOKENS), dtype=torch.int32, device="cuda")
+    fresh, state = Gate(), RouterState.fresh(count, torch.device("cuda"))
+    fresh.prepare(weight, routing, None, slots[:0], state)
+
+    def run(num_tokens: int) -> None:
+        x = torch.randn(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
+        fresh(x, weight, routing, None, slots[:num_tokens], state)
+
+    run(1)
+    known = num_compiled()
+    for num_tokens in NUM_TOKENS:
+        run(num_tokens)
+    assert num_compiled() == known

@@ -63,3 +63,9 @@ def test_all_slots_may_be_of_one_expert_or_of_none(expert: int) -> None:
 
 def test_an_expert_may_fill_more_blocks_than_one_store_names() -> None:
     assert_sorted(torch.full((70, 1), 1, dtype=torch.int32), 2, 2)
+
+
+def test_there_may_be_more_segments_than_are_added_at_once() -> None:
+    ids = torch.randint(-1, 3, (300, 2), generator=torch.Generator().manual_seed(0))
+    assert module.segments_of(ids.numel())[0] > module.SEGMENTS_AT_ONCE.value
+    assert_sorted(ids.int(), 3, 16)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rackmount_moe.triton_experts import align, combine, experts, launches, product, vector
 from rackmount_moe.triton_experts.experts import TritonExperts
-from rackmount_moe.triton_experts.tuning import Plan, Tiling
+from rackmount_moe.triton_experts.table import Plan, Tiling
 from rackmount_registry.experts import ExpertBundle, ExpertInput
 
 NUM_EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 72, 40, 2

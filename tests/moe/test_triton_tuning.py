@@ -7,19 +7,13 @@ import torch
 
 from rackmount_moe.triton_experts import tuning
 from rackmount_moe.triton_experts.packing import CODES, Packed
-from rackmount_moe.triton_experts.tuning import BUCKETS, MAX_FEW, Plan, Tiling
+from rackmount_moe.triton_experts.table import BUCKETS, MAX_FEW, Plan, Table, Tiling
+from rackmount_registry.errors import ConfigError
 
 WIDE = Tiling(64, 128, 4, 4, programs=2, tma=True)
 NARROW = Tiling(32, 64, 3, 4)
-TABLE = {
-    "fields": ["block_n", "block_k", "stages", "warps", "programs", "tma"],
-    "shapes": {
-        "dense 8x64x32": {
-            "1": [0, 2, [32, 64, 3, 4, 0, False], [64, 128, 4, 4, 2, True]],
-            "64": [16, 0, [64, 128, 4, 4, 2, True], [32, 64, 3, 4, 0, False]],
-        }
-    },
-}
+ROW = {1: Plan(NARROW, WIDE, 0, 2), 64: Plan(WIDE, NARROW, 16)}
+TABLE = Table(about={"gpu": "NVIDIA Some"}, shapes={"dense 8x64x32": ROW})
 
 
 def packed(fmt: str, experts: int, rows: int, columns: int) -> Packed:
@@ -27,22 +21,12 @@ def packed(fmt: str, experts: int, rows: int, columns: int) -> Packed:
     return Packed(format=fmt, code=CODES[fmt], values=values, rows=rows, columns=columns)
 
 
-def test_a_table_says_how_a_layer_is_computed() -> None:
-    row = tuning.parse(TABLE)["dense 8x64x32"]
-    assert row == {1: Plan(NARROW, WIDE, 0, 2), 64: Plan(WIDE, NARROW, 16)}
-
-
 def test_a_bucket_that_was_not_measured_gets_the_next_one_s_plan() -> None:
-    row = tuning.parse(TABLE)["dense 8x64x32"]
-    assert [tuning.nearest(row, bucket) for bucket in (1, 2, 64, 128)] == [
-        row[1],
-        row[64],
-        row[64],
-        row[64],
-    ]
+    found = [tuning.nearest(ROW, bucket) for bucket in (1, 2, 64, 128)]
+    assert found == [ROW[1], ROW[64], ROW[64], ROW[64]]
     assert tuning.nearest({}, 4) is None
-    assert tuning.nearest({1: row[1]}, MAX_FEW) == row[1]
-    assert tuning.nearest({1: row[1]}, 2 * MAX_FEW) is None
+    assert tuning.nearest({1: ROW[1]}, MAX_FEW) == ROW[1]
+    assert tuning.nearest({1: ROW[1]}, 2 * MAX_FEW) is None
 
 
 @pytest.mark.parametrize("fmt", CODES)
@@ -54,12 +38,9 @@ def test_the_rule_gives_legal_plans(fmt: str, experts: int, hidden: int, width: 
 
 
 def assert_legal(plan: Plan, bucket: int) -> None:
-    assert plan.block_m in (0, 16, 32, 64, 128)
+    """Beyond what plans themselves refuse."""
     assert plan.block_m or bucket <= MAX_FEW
-    assert plan.prefetch & (plan.prefetch - 1) == 0
-    for tiling in (plan.gate_up, plan.down):
-        assert tiling.stages > 1 and tiling.block_n >= (16 if plan.block_m else 2)
-        assert tiling.warps in (1, 2, 4, 8, 16)
+    assert min(plan.gate_up.stages, plan.down.stages) > 1
 
 
 def test_tokens_share_the_bucket_that_holds_them() -> None:
@@ -73,22 +54,51 @@ class OnGpu(list):
     device = torch.device("cuda")
 
 
-def test_layers_of_a_gpu_and_shape_that_were_measured_get_their_plans(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Packed, Packed, Packed]:
+    """The first and second weight of the layer that was measured, and a first one that was not."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Some")
-    monkeypatch.setattr(tuning, "table_of", lambda gpu: tuning.parse(TABLE))
+    monkeypatch.setattr(tuning, "shipped", lambda gpu: TABLE)
     gate_up, down = packed("dense", 8, 64, 64), packed("dense", 8, 64, 32)
     other = replace(gate_up, rows=128, values=OnGpu(range(8)))
-    gate_up = replace(gate_up, values=OnGpu(range(8)))
-    assert tuning.choose(gate_up, down, 64) == Plan(WIDE, NARROW, 16)
+    return replace(gate_up, values=OnGpu(range(8))), down, other
+
+
+def test_layers_of_a_gpu_and_shape_that_were_measured_get_their_plans(
+    on_gpu: tuple[Packed, Packed, Packed],
+) -> None:
+    gate_up, down, other = on_gpu
+    assert tuning.choose(gate_up, down, 64) == ROW[64]
     assert tuning.choose(other, down, 64) == tuning.rule(other, down, 64)
+
+
+def test_ones_own_table_goes_before_the_one_that_comes_along(
+    on_gpu: tuple[Packed, Packed, Packed],
+) -> None:
+    gate_up, down, other = on_gpu
+    mine = Plan(NARROW, NARROW, 32)
+    own = replace(TABLE, shapes={"dense 8x64x64": {64: mine}})
+    assert tuning.choose(other, down, 64, own) == mine
+    assert tuning.choose(gate_up, down, 64, own) == ROW[64]
+    own = own.extended("dense 8x64x32", {1: Plan(NARROW, NARROW)})
+    assert tuning.choose(gate_up, down, 1, own) == Plan(NARROW, NARROW)
+    assert tuning.choose(gate_up, down, 64, own) == ROW[64]
+
+
+def test_a_table_of_another_gpu_is_refused_with_both_names(
+    on_gpu: tuple[Packed, Packed, Packed],
+) -> None:
+    own = replace(TABLE, about={"gpu": "NVIDIA Other"})
+    with pytest.raises(ConfigError, match="measured on NVIDIA Other, and this is NVIDIA Some"):
+        tuning.choose(*on_gpu[:2], 64, own)
 
 
 def test_shipped_tables_hold_legal_plans() -> None:
     folder = tuning.files(tuning.__package__) / "tuned"
-    for file in folder.iterdir() if folder.is_dir() else ():
-        for name, row in tuning.parse(tuning.json.loads(file.read_text())).items():
-            assert name.split()[0] in CODES and set(row) <= set(BUCKETS)
+    for file in folder.iterdir():
+        table = Table.parse(file.read_text())
+        assert file.name == f"{table.about['gpu'].replace(' ', '_')}.json"
+        for name, row in table.shapes.items():
+            assert name.split()[0] in CODES
             for bucket, plan in row.items():
                 assert_legal(plan, bucket)

@@ -1,20 +1,25 @@
 """The socket of routed experts: what it stores, under which names, and what padding does to it."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
-from tests.helpers.mounting import Reference, mount_draft
+from tests.helpers.mounting import Reference, chosen_parts, mount_draft
 from tests.helpers.routing import random_bias
 from torch import Tensor, nn
 
+from rackmount_moe.torch_experts import TorchExperts
 from rackmount_quant.w8 import quantize_rows
 from rackmount_registry.axes import Axis, Mesh, Solo
 from rackmount_registry.errors import ConfigError
+from rackmount_registry.experts import ExpertBundle, ExpertUse
 from rackmount_registry.formats import QuantizationScheme
 from rackmount_registry.nn import Experts, GatedMLP, Linear, Routing, SparseMLP
+from rackmount_registry.ops import reference_ops
 
 HIDDEN, WIDTH, COUNT = 8, 6, 4
 EXPERTS, FFN = Axis("experts", COUNT), Axis("expert_ffn", WIDTH)
@@ -151,6 +156,54 @@ def test_a_router_may_be_stored_in_any_format_and_needs_no_kernel() -> None:
     reference = mounted(stored, scheme=Rows())
     assert reference.mounted.draft.formats() == {"linear": set(), "expert": {"dense"}}
     torch.testing.assert_close(run(reference, x), run(mounted(plain), x), rtol=0, atol=1e-12)
+
+
+class OfFormerDays(TorchExperts):
+    """A kernel whose `prepare` knows of no use."""
+
+
+class Told(TorchExperts):
+    """A kernel that is told what it may compile for."""
+
+    def __init__(self) -> None:
+        self.uses: list[ExpertUse | None] = []
+
+    def prepare(self, bundle: ExpertBundle, use: ExpertUse | None = None) -> ExpertBundle:
+        self.uses.append(use)
+        return bundle
+
+
+class Router:
+    """An operation that is told what it may compile for, before it is called."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+
+    def prepare(self, *arguments: Any) -> None:
+        self.told.append(arguments)
+
+    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        for given, told in zip(arguments[1:], self.told[0], strict=True):
+            same = given.dtype == told.dtype if isinstance(given, Tensor) else given is told
+            assert same and type(given) is type(told)
+        return reference_ops().gate(*arguments)
+
+
+@pytest.mark.parametrize(
+    "kernel", [OfFormerDays(), Told()], ids=lambda kernel: type(kernel).__name__
+)
+def test_kernels_hear_before_the_first_step_how_they_will_be_called(kernel: TorchExperts) -> None:
+    tensors, x = plain_tensors(), randn(9, HIDDEN)
+    drafted = draft_module(lambda: Model(SparseMLP(experts())))
+    parts, router = chosen_parts(drafted), Router()
+    (dispatcher,) = (dispatcher for _, dispatcher in parts.expert_parts.values())
+    ops = SimpleNamespace(**(vars(parts.ops) | {"gate": router}))
+    parts = replace(parts, ops=ops, expert_parts={"dense": (kernel, dispatcher)})
+    reference = mount_draft(drafted, MemoryCheckpoint(tensors), parts=parts)
+    assert len(router.told) == 1
+    if isinstance(kernel, Told):
+        assert kernel.uses == [ExpertUse(top_k=2, dtype=torch.float64)]
+    assert torch.equal(run(reference, x), run(mounted(tensors), x))
 
 
 def test_experts_that_the_routing_does_not_fit_are_refused() -> None:

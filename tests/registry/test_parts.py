@@ -91,7 +91,7 @@ def test_a_dispatcher_is_told_its_layers_experts_sizes_and_place(rank: int) -> N
 
     group = Solo(rank, 2)
     drafted = sparse(Mesh(groups={"experts": group}))
-    parts = replace(chosen_parts(drafted), expert_parts={"dense": (TorchExperts, dispatcher)})
+    parts = replace(chosen_parts(drafted), expert_parts={"dense": (TorchExperts(), dispatcher)})
     device = torch.device("cpu")
     assemble(drafted, parts, ReferenceStep(), device=device, max_positions=1)
     assert told == [
@@ -105,6 +105,22 @@ def test_a_dispatcher_is_told_its_layers_experts_sizes_and_place(rank: int) -> N
             device=device,
         )
     ]
+
+
+def test_layers_of_one_format_share_a_kernel_and_have_a_dispatcher_each() -> None:
+    experts, ffn, routing = Axis("experts", 6), Axis("expert_ffn", 8), Routing(top_k=2)
+    drafted = draft_module(
+        lambda: nn.Sequential(*(Experts(4, experts, ffn, routing) for _ in range(2)))
+    )
+    assemble(
+        drafted,
+        chosen_parts(drafted),
+        ReferenceStep(),
+        device=torch.device("cpu"),
+        max_positions=1,
+    )
+    one, other = drafted.experts
+    assert one.kernel is other.kernel and one.dispatcher is not other.dispatcher
 
 
 def test_a_demand_that_no_kernel_meets_is_refused_when_it_is_loaded() -> None:

@@ -1,7 +1,10 @@
 """Kernels at the shapes of a model that takes no time."""
 
+import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -10,11 +13,14 @@ import torch
 from torch import Tensor
 
 from rackmount_backends.torch_linear import DenseLinear
+from rackmount_moe.torch_experts import TorchExperts
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
-from rackmount_registry.descriptors import LinearKernel
+from rackmount_registry.descriptors import ExpertKernel, LinearKernel
+from rackmount_registry.experts import ExpertBundle, ExpertInput
 from rackmount_registry.formats import Rounded, Weight
 from rackmount_registry.plugins import PluginManager
+from rackmount_tools import bench_kernels
 from rackmount_tools.ceilings import Ceilings
 from rackmount_tools.linear_timing import against
 
@@ -167,3 +173,94 @@ def test_experts_are_timed_with_those_that_tokens_chose(record_of: RecordOf) -> 
     touched = {row["tokens"]: row["distinct_experts"] for row in rows if row["role"] == "experts"}
     assert touched[1] == 2  # of 4, as many as each token chooses
     assert 2 <= touched[3] <= 4 == touched[64]
+
+
+def test_tuning_without_a_gpu_is_refused(record_of: RecordOf, tmp_path: Path) -> None:
+    file = tmp_path / "own.json"
+    with pytest.raises(AssertionError, match=r"--tune measures kernels on a GPU, and device='cpu'"):
+        record_of(f"kernels --tune {file}")
+    assert not file.exists()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedOptions:
+    tuned: str | None = None
+
+
+class Tunable(TorchExperts):
+    """Writes down what it was to measure."""
+
+    def __init__(self, *, options: TunedOptions) -> None:
+        self.options = options
+
+    def tune(
+        self,
+        bundles: Sequence[ExpertBundle],
+        inputs: Mapping[int, Sequence[ExpertInput]],
+        file: Path,
+        *,
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        assert len(bundles) == 1 and seconds == 7
+        assert all(len(each.x) == num for num, several in inputs.items() for each in several)
+        say("measured")
+        file.write_text(json.dumps({num: len(several) for num, several in inputs.items()}))
+
+
+def tunable(*names: str) -> PluginManager:
+    @hookimpl
+    def expert_kernels() -> list[ExpertKernel]:
+        cells = (Cell(devices=("cpu",), dtypes=("float32",), layouts=("contiguous",)),)
+        return [
+            ExpertKernel(
+                name=name,
+                factory=f"{__name__}:Tunable",
+                options=f"{__name__}:TunedOptions",
+                band="vendor",
+                cells=cells,
+            )
+            for name in names
+        ]
+
+    return PluginManager.from_modules({"acme": SimpleNamespace(expert_kernels=expert_kernels)})
+
+
+def test_what_a_kernel_wrote_down_is_what_is_timed_after_it(
+    record_of: RecordOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    def prepare(self: Tunable, bundle: ExpertBundle) -> ExpertBundle:
+        told.append(self.options.tuned)
+        return bundle
+
+    monkeypatch.setattr(Tunable, "prepare", prepare)
+    monkeypatch.setattr(bench_kernels, "require_gpu", lambda rack: None)
+    file = tmp_path / "own.json"
+    asked = f"kernels --tokens 1,4 --tune {file} --tune-seconds 7 --auto-plugin acme"
+    record = record_of(asked, tunable("acme"))
+    assert {(row["kernel"], row["role"]) for row in record["kernels"]} == {("acme", "experts")}
+    assert [row["tokens"] for row in record["kernels"]] == [1, 4]
+    assert json.loads(file.read_text()) == {"1": 4, "4": 4}
+    assert told == [str(file)]
+
+
+@pytest.mark.parametrize(
+    ("names", "asked", "refusal"),
+    [
+        (("one", "two"), "", "--kernel names none; here, .* can be tuned: one, two"),
+        (("one",), "--kernel torch", "--kernel names torch; here, .* can be tuned: one"),
+    ],
+)
+def test_one_kernel_is_tuned_at_a_time(
+    record_of: RecordOf,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    names: tuple[str, ...],
+    asked: str,
+    refusal: str,
+) -> None:
+    monkeypatch.setattr(bench_kernels, "require_gpu", lambda rack: None)
+    with pytest.raises(AssertionError, match=f"--tune is for one expert kernel.*{refusal}"):
+        record_of(f"kernels --tune {tmp_path}/x --auto-plugin acme {asked}", tunable(*names))

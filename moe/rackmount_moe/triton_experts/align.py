@@ -5,17 +5,23 @@ A slot is one choice of a token: slot s is choice s % K of token s // K.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITFunction
 
 from rackmount_registry.device.launch import launch_options
 
 SEGMENTS = (256, 1024, 4096)
 """Slots that a program looks through: as many as there are, or the most."""
+SEGMENTS_AT_ONCE: tl.constexpr = tl.constexpr(8)
+
+Launch = tuple[JITFunction, tuple[int, ...], dict[str, Any]]
+"""Kernel, grid and arguments."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,17 @@ class Blocks:
 
 
 def align(expert_ids: Tensor, num_experts: int, block_m: int) -> Blocks:
-    """Blocks of the slots of expert_ids int32 [T, K]; those below 0 are in none."""
+    """Blocks of the slots of expert_ids int32 [T, K], T > 0; those below 0 are in none."""
+    blocks, launches = align_launches(expert_ids, num_experts, block_m)
+    for kernel, grid, arguments in launches:
+        kernel[grid](**arguments)
+    return blocks
+
+
+def align_launches(
+    expert_ids: Tensor, num_experts: int, block_m: int
+) -> tuple[Blocks, list[Launch]]:
+    """Where the blocks will be, and what puts them there."""
     num_slots, device = expert_ids.numel(), expert_ids.device
     most = num_slots // block_m + min(num_slots, num_experts)
     blocks = Blocks(
@@ -39,20 +55,36 @@ def align(expert_ids: Tensor, num_experts: int, block_m: int) -> Blocks:
         slots=torch.empty((most, block_m), dtype=torch.int32, device=device),
         count=torch.empty((1,), dtype=torch.int32, device=device),
     )
-    size = next((size for size in SEGMENTS if num_slots <= size), SEGMENTS[-1])
-    segments = triton.cdiv(num_slots, size)
-    block_e = max(32, triton.next_power_of_2(num_experts))
-    options = launch_options(device) | {"num_warps": min(8, size // 128)}
-    counts = None
+    segments, size = segments_of(num_slots)
+    shared: dict[str, Any] = {
+        "ids": expert_ids,
+        "counts": None,
+        "num_slots": num_slots,
+        "SIZE": size,
+        "BLOCK_E": triton.next_power_of_2(max(32, num_experts)),
+        "num_warps": min(8, size // 128),
+        **launch_options(device),
+    }
+    launches: list[Launch] = []
     if segments > 1:
-        counts = torch.empty((segments, block_e), dtype=torch.int32, device=device)
-        count_kernel[(segments,)](expert_ids, counts, num_slots, size, block_e, **options)
-    place_kernel[(num_experts, segments)](
-        expert_ids, counts, blocks.experts, blocks.slots, blocks.count, num_slots, num_experts,
-        segments, BLOCK_M=block_m, SIZE=size, BLOCK_E=block_e,
-        MAX_SEGMENTS=max(8, triton.next_power_of_2(segments)), **options,
-    )  # fmt: skip
-    return blocks
+        counts = torch.empty((segments, shared["BLOCK_E"]), dtype=torch.int32, device=device)
+        shared["counts"] = counts
+        launches.append((count_kernel, (segments,), shared))
+    placing = {
+        "block_experts": blocks.experts,
+        "block_slots": blocks.slots,
+        "num_blocks": blocks.count,
+        "num_experts": num_experts,
+        "segments": segments,
+        "BLOCK_M": block_m,
+    }
+    return blocks, [*launches, (place_kernel, (num_experts, segments), shared | placing)]
+
+
+def segments_of(num_slots: int) -> tuple[int, int]:
+    """How many programs look through the slots, and through how many each."""
+    size = next((size for size in SEGMENTS if num_slots <= size), SEGMENTS[-1])
+    return triton.cdiv(num_slots, size), size
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -83,7 +115,6 @@ def place_kernel(
     BLOCK_M: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    MAX_SEGMENTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program places the slots of one expert in one segment; all count for themselves where those
@@ -95,16 +126,17 @@ def place_kernel(
     at = segment * SIZE + tl.arange(0, SIZE)
     expert = tl.load(ids + at, mask=at < num_slots, other=-1)
     e = tl.arange(0, BLOCK_E)
-    before = 0
+    before = tl.full((), 0, tl.int32)
     if counts is None:
         total = _histogram(expert, BLOCK_E)
     else:
-        s = tl.arange(0, MAX_SEGMENTS)
-        known = tl.load(
-            counts + s[:, None] * BLOCK_E + e[None, :], mask=(s < segments)[:, None], other=0
-        )
-        total = tl.sum(known, 0)
-        before = tl.sum(tl.where((s < segment)[:, None] & (e == own)[None, :], known, 0))
+        total = tl.zeros((BLOCK_E,), tl.int32)
+        for first in tl.range(0, segments, SEGMENTS_AT_ONCE):
+            s = first + tl.arange(0, SEGMENTS_AT_ONCE)
+            at_s = counts + s[:, None] * BLOCK_E + e[None, :]
+            known = tl.load(at_s, mask=(s < segments)[:, None], other=0)
+            total += tl.sum(known, 0)
+            before += tl.sum(tl.where((s < segment)[:, None] & (e == own)[None, :], known, 0))
     blocks = (total + BLOCK_M - 1) // BLOCK_M
     start = tl.sum(tl.where(e < own, blocks, 0))
     mine = tl.sum(tl.where(e == own, total, 0))

@@ -11,15 +11,18 @@ CODE says how a weight is stored: "dense", or by words of "int4", "int8", "fp8" 
 import triton
 import triton.language as tl
 
+from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
+
+GROUPS_AHEAD: tl.constexpr = tl.constexpr(32)
+"""Groups whose scales are called at a tile's start."""
 
 
 @triton.jit
-def tile_rows(tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
-    """Rows of the weight in a tile: consecutive ones, or eight gate rows and the eight up rows that
-    belong to them in turn, which one thread then holds. The last ones repeat where the tile stands
-    out."""
-    n = tl.arange(0, BLOCK_N)
+def tile_rows(n, tile, N, BLOCK_N: tl.constexpr, GATED: tl.constexpr):
+    """Rows of the weight at places n of a tile: consecutive ones, or eight gate rows and the eight
+    up rows that belong to them in turn, which one thread then holds. The last ones repeat where the
+    tile stands out."""
     if GATED:
         half = N // 2
         row = tl.minimum(tile * (BLOCK_N // 2) + n // 16 * 8 + n % 8, half - 1)
@@ -102,40 +105,38 @@ def load_tokens(token_at, valid, order, block, K, BLOCK_K: tl.constexpr, EVEN: t
 
 
 @triton.jit
-def add_block(
-    acc,
-    w,
-    tokens,
+def call_scales(
     scales,
     zeros,
     expert,
-    rows,
-    block,
+    tile,
     N,
     groups,
     scale_stride,
-    BLOCK_K: tl.constexpr,
-    CODE: tl.constexpr,
-    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SCALE_BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
     GATED: tl.constexpr,
-    COMPILED: tl.constexpr,
+):
+    """Calls a tile's scales and zeros, of its first groups, into L2: a program that waited for the
+    memory in each block would spend most of its time so."""
+    group = expert.to(tl.int64) * groups + tl.minimum(tl.arange(0, GROUPS_AHEAD), groups - 1)
+    rows = tile_rows(tl.arange(0, BLOCK_N // 8) * 8, tile, N, BLOCK_N, GATED)
+    scale_row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
+    prefetch(scales + (group * scale_stride)[:, None] + scale_row[None, :])
+    if zeros is not None:
+        prefetch(zeros + (group * N)[:, None] + rows[None, :])
+
+
+@triton.jit
+def add_block(
+    acc, w, tokens, scale, zero, CODE: tl.constexpr, SCALED: tl.constexpr, COMPILED: tl.constexpr
 ):
     """acc float32 [BLOCK_N, BLOCK_M] + the block w times its columns of the tokens.
 
     Quantized values are multiplied as they are, exactly, and a block's sums by its scale, which
-    where not SCALED is one for all blocks and left to the caller. `scales`, `zeros`: of all
-    experts, [groups, scale_stride] and [groups, N] for each; GROUP: see `packing.Packed.group`.
+    where not SCALED is one for all blocks and left to the caller.
     """
     dtype: tl.constexpr = tokens.dtype
-    group = expert.to(tl.int64) * groups
-    if GROUP > 0:
-        group += block * BLOCK_K // GROUP
-    if zeros is None:
-        zero = None
-    else:
-        zero = tl.load(zeros + group * N + rows).to(tl.float32)
     if CODE == "int4":
         values = unpack_int4(w, zero, dtype, COMPILED)
     elif CODE == "int8":
@@ -145,9 +146,7 @@ def add_block(
     else:
         values = w.to(dtype)
     if SCALED:
-        row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
-        scale = tl.load(scales + group * scale_stride + row).to(tl.float32)
-        acc += tl.dot(values, tokens.T) * scale[:, None]
+        acc += tl.dot(values, tokens.T) * scale.to(tl.float32)[:, None]
     else:
         acc = tl.dot(values, tokens.T, acc)
     return acc

@@ -1,26 +1,21 @@
 """Experts in Triton: two products, what sorts tokens before them and what sums results after."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from rackmount_moe.options import TritonExpertsOptions
 from rackmount_moe.triton_experts import tuning
-from rackmount_moe.triton_experts.align import align
-from rackmount_moe.triton_experts.combine import combine_kernel
-from rackmount_moe.triton_experts.launches import (
-    Prepared,
-    combine_launch,
-    product_launch,
-    vector_launch,
-)
+from rackmount_moe.triton_experts.align import segments_of
+from rackmount_moe.triton_experts.launches import Prepared, layer_launches
 from rackmount_moe.triton_experts.packing import Packed, pack
-from rackmount_moe.triton_experts.product import product_kernel
-from rackmount_moe.triton_experts.tuning import Plan
-from rackmount_moe.triton_experts.vector import vector_kernel
-from rackmount_registry.device.ahead import AheadCompiler
-from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_moe.triton_experts.table import BUCKETS, Plan
+from rackmount_moe.triton_experts.tune import tune
+from rackmount_registry.device.ahead import AheadCompiler, traits
+from rackmount_registry.experts import ExpertBundle, ExpertInput, ExpertUse
 
 Choose = Callable[[Packed, Packed, int], Plan]
 """`choose(gate_up, down, bucket)`; see `tuning.choose`."""
@@ -33,80 +28,69 @@ class TritonExperts:
     the scheme would round those. A routing weight is applied between the two products, to what is
     rounded there anyway; results of a token's experts are rounded and added in float32, in the
     order of its choices, or added before they are rounded where tokens are few.
-
-    The first run compiles the kernels for any number of tokens, side by side.
     """
 
-    def __init__(self, choose: Choose = tuning.choose) -> None:
-        self.choose = choose
+    def __init__(
+        self,
+        choose: Choose | None = None,
+        *,
+        options: TritonExpertsOptions = TritonExpertsOptions(),  # noqa: B008  # frozen
+    ) -> None:
+        self.choose = choose or partial(tuning.choose, own=options.table())
         self._ahead = AheadCompiler()
-        self._known: set[tuple[int, torch.dtype, int]] = set()
-        self._compiled: set[tuple] = set()
 
-    def prepare(self, bundle: ExpertBundle) -> Prepared:
-        """Quantized weights repacked, dense ones as they are.
+    def prepare(self, bundle: ExpertBundle, use: ExpertUse | None = None) -> Prepared:
+        """Quantized weights repacked, dense ones as they are; kernels for `use` begin to be
+        compiled.
 
         Raises:
             ConfigError: groups of a quantized weight that the kernels cannot take.
         """
         gate_up, down = pack(bundle.gate_up), pack(bundle.down)
-        plans = tuple(self.choose(gate_up, down, bucket) for bucket in tuning.BUCKETS)
-        return Prepared(gate_up, down, plans)
+        plans = tuple(self.choose(gate_up, down, bucket) for bucket in BUCKETS)
+        prepared = Prepared(gate_up, down, plans)
+        if use is not None:
+            self._compile(prepared, use)
+        return prepared
+
+    def _compile(self, layer: Prepared, use: ExpertUse) -> None:
+        """All that `run` launches, at any number of tokens."""
+        begun = set()
+        for bucket, plan in zip(BUCKETS, layer.plans, strict=True):
+            # Between them slots are cut into segments in one of these ways.
+            for num_tokens in (bucket // 2 + 1, bucket):
+                segments, size = segments_of(num_tokens * use.top_k)
+                if (way := (plan, segments > 1, size)) in begun:
+                    continue
+                begun.add(way)
+                x = layer.down.values.new_empty((num_tokens, layer.down.rows), dtype=use.dtype)
+                ids = x.new_empty((num_tokens, use.top_k), dtype=torch.int32)
+                weights = torch.empty_like(ids, dtype=torch.float32)
+                for kernel, _, arguments in layer_launches(
+                    plan, layer, x, ids, weights, torch.empty_like(x)
+                ):
+                    self._ahead.start(kernel, traits(kernel, arguments), arguments)
+
+    def tune(
+        self,
+        bundles: Sequence[ExpertBundle],
+        inputs: Mapping[int, Sequence[ExpertInput]],
+        file: Path,
+        *,
+        seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """See `rackmount_registry.experts.TunableExperts`."""
+        tune([self.prepare(bundle) for bundle in bundles], inputs, file, seconds, say)
 
     def run(self, given: ExpertInput, prepared: Prepared) -> Tensor:
         """[T, H] in the dtype of x."""
-        x, ids, weights = given.x, given.expert_ids.int(), given.weights
+        x, ids = given.x, given.expert_ids.int()
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         if not out.numel():
             return out
-        if x.is_cuda and (known := (id(prepared), x.dtype, ids.shape[1])) not in self._known:
-            self._known.add(known)
-            self._compile(prepared, x.dtype, ids.shape[1])
-        plan = prepared.plans[tuning.bucket_of(len(x))]
-        width = prepared.gate_up.rows // 2
-        act = torch.empty((ids.numel(), width), dtype=x.dtype, device=x.device)
-        if not plan.block_m:
-            grid, arguments = vector_launch(plan, prepared, x, ids, weights, act)
-            vector_kernel[grid](**arguments)
-            grid, arguments = vector_launch(plan, prepared, act, ids, None, out)
-            vector_kernel[grid](**arguments)
-            return out
-        blocks = align(ids, len(prepared.gate_up.values), plan.block_m)
-        grid, arguments = product_launch(plan, prepared, x, ids, blocks, weights, act)
-        product_kernel[grid](**arguments)
-        results = torch.empty((ids.numel(), out.shape[1]), dtype=x.dtype, device=x.device)
-        grid, arguments = product_launch(plan, prepared, act, ids, blocks, None, results)
-        product_kernel[grid](**arguments)
-        grid, arguments = combine_launch(results, ids, out)
-        combine_kernel[grid](**arguments)
-        return out
-
-    def _compile(self, layer: Prepared, dtype: torch.dtype, top_k: int) -> None:
-        """The products of all of a layer's plans, unless those of one like it were compiled."""
-        like = (layer.gate_up.format, layer.gate_up.values.shape, layer.plans, dtype, top_k)
-        if like in self._compiled:
-            return
-        self._compiled.add(like)
-        device, hidden, width = layer.down.values.device, layer.down.rows, layer.gate_up.rows // 2
-
-        def new(rows: int, columns: int, dtype: torch.dtype = dtype) -> Tensor:
-            return torch.zeros((rows, columns), dtype=dtype, device=device)
-
-        x, act = new(2, hidden), new(2 * top_k, width)
-        out, results = new(2, hidden), new(2 * top_k, hidden)
-        ids, weights = new(2, top_k, torch.int32), new(2, top_k, torch.float32)
-        for plan in set(layer.plans):
-            if plan.block_m:
-                blocks = align(ids, len(layer.gate_up.values), plan.block_m)
-                kernel = product_kernel
-                first = product_launch(plan, layer, x, ids, blocks, weights, act)
-                second = product_launch(plan, layer, act, ids, blocks, None, results)
-            else:
-                kernel = vector_kernel
-                first = vector_launch(plan, layer, x, ids, weights, act)
-                second = vector_launch(plan, layer, act, ids, None, out)
-            for name, (_, arguments) in (("gate_up", first), ("down", second)):
-                tiling = replace(getattr(plan, name), programs=0)
-                key = (like, plan.block_m, plan.prefetch, name, tiling)
-                self._ahead.start(kernel, key, arguments)
         self._ahead.wait()
+        plan = prepared.plans[tuning.bucket_of(len(x))]
+        for kernel, grid, arguments in layer_launches(plan, prepared, x, ids, given.weights, out):
+            kernel[grid](**arguments)
+        return out

@@ -1,5 +1,6 @@
-"""Grids and arguments of the kernels of one layer."""
+"""What one layer launches: kernels with their grids and arguments."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,17 +9,17 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from rackmount_moe.triton_experts.align import Blocks
+from rackmount_moe.triton_experts.align import Blocks, Launch, align_launches
+from rackmount_moe.triton_experts.combine import combine_kernel
 from rackmount_moe.triton_experts.packing import Packed
-from rackmount_moe.triton_experts.tuning import Plan, Tiling
+from rackmount_moe.triton_experts.product import product_kernel
+from rackmount_moe.triton_experts.table import Plan, Tiling
+from rackmount_moe.triton_experts.vector import vector_kernel
 from rackmount_registry.device.launch import launch_options
 
 COMBINE_BLOCK = 1024
 LARGE_BLOCK_M = 128
 """From here on blocks of tokens that are less than half full are worth kernels of their own."""
-
-Launch = tuple[tuple[int, ...], dict[str, Any]]
-"""Grid and arguments."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,29 @@ class Prepared:
     gate_up: Packed
     down: Packed
     plans: tuple[Plan, ...]
-    """One for each of `tuning.BUCKETS`."""
+    """One for each of `table.BUCKETS`."""
+
+
+def layer_launches(
+    plan: Plan, layer: Prepared, x: Tensor, ids: Tensor, weights: Tensor, out: Tensor
+) -> Iterator[Launch]:
+    """Of a layer from tokens x [T, H], T > 0, with their experts ids int32 [T, K] and weights
+    [T, K], to out [T, H]; what lies between is taken as it is needed."""
+
+    def new(columns: int) -> Tensor:
+        return torch.empty((ids.numel(), columns), dtype=x.dtype, device=x.device)
+
+    act = new(layer.gate_up.rows // 2)
+    if not plan.block_m:
+        yield vector_launch(plan, layer, x, ids, weights, act)
+        yield vector_launch(plan, layer, act, ids, None, out)
+        return
+    blocks, aligning = align_launches(ids, len(layer.gate_up.values), plan.block_m)
+    yield from aligning
+    yield product_launch(plan, layer, x, ids, blocks, weights, act)
+    results = new(layer.down.rows)
+    yield product_launch(plan, layer, act, ids, blocks, None, results)
+    yield combine_launch(results, ids, out)
 
 
 def product_launch(
@@ -40,31 +63,35 @@ def product_launch(
     weights: Tensor | None,
     out: Tensor,
 ) -> Launch:
-    """Of `product_kernel`: the first product of x [T, H], with the routing's weights [T, K], to out
+    """The first product of x [T, H], with the routing's weights [T, K], to out
     [T K, I]; or, without them, the second of x [T K, I] to out [T K, H]."""
     gated = weights is not None
     tiling, packed = (plan.gate_up, layer.gate_up) if gated else (plan.down, layer.down)
     programs = triton.cdiv(packed.rows, tiling.block_n) * len(blocks.experts)
     if tiling.programs:
         programs = min(programs, tiling.programs * num_multiprocessors(x.device))
-    return (programs,), {
-        **_arguments(packed, tiling, x, ids, weights, out),
-        "descriptor": _descriptor(packed, tiling, gated) if tiling.tma else None,
-        "experts": blocks.experts,
-        "slots": blocks.slots,
-        "num_blocks": blocks.count,
-        "num_slots": ids.numel(),
-        "BLOCK_M": plan.block_m,
-        "BLOCK_K": packed.block_k or tiling.block_k,
-        "HALVES": plan.block_m >= LARGE_BLOCK_M,
-        "num_stages": tiling.stages,
-    }
+    return (
+        product_kernel,
+        (programs,),
+        {
+            **_arguments(packed, tiling, x, ids, weights, out),
+            "descriptor": _descriptor(packed, tiling, gated) if tiling.tma else None,
+            "experts": blocks.experts,
+            "slots": blocks.slots,
+            "num_blocks": blocks.count,
+            "num_slots": ids.numel(),
+            "BLOCK_M": plan.block_m,
+            "BLOCK_K": packed.block_k or tiling.block_k,
+            "HALVES": plan.block_m >= LARGE_BLOCK_M,
+            "num_stages": tiling.stages,
+        },
+    )
 
 
 def vector_launch(
     plan: Plan, layer: Prepared, x: Tensor, ids: Tensor, weights: Tensor | None, out: Tensor
 ) -> Launch:
-    """Of `vector_kernel`: the first product, as `product_launch` says; or, without the weights, the
+    """The first product, as `product_launch` says; or, without the weights, the
     second and the sum, of x [T K, I] to out [T, H]."""
     gated = weights is not None
     tiling, packed = (plan.gate_up, layer.gate_up) if gated else (plan.down, layer.down)
@@ -72,33 +99,41 @@ def vector_launch(
     block_k = packed.block_k or tiling.block_k
     tiles = triton.cdiv(packed.rows, tiling.block_n)
     following = layer.down.values
-    return (tiles * len(out),), {
-        "following": following if gated else None,
-        "num_rows": len(out),
-        "num_choices": choices,
-        "following_size": following[0].numel(),
-        "MAX_CHOICES": triton.next_power_of_2(choices),
-        "BLOCK_K": block_k,
-        "STEP": max(1, tiling.block_k // block_k),
-        "PREFETCH": plan.prefetch if gated else 0,
-        **_arguments(packed, tiling, x, ids, weights, out),
-        "experts": ids,
-    }
+    return (
+        vector_kernel,
+        (tiles * len(out),),
+        {
+            "following": following if gated else None,
+            "num_rows": len(out),
+            "num_choices": choices,
+            "following_size": following[0].numel(),
+            "MAX_CHOICES": triton.next_power_of_2(choices),
+            "BLOCK_K": block_k,
+            "STEP": max(1, tiling.block_k // block_k),
+            "PREFETCH": plan.prefetch if gated else 0,
+            **_arguments(packed, tiling, x, ids, weights, out),
+            "experts": ids,
+        },
+    )
 
 
 def combine_launch(results: Tensor, ids: Tensor, out: Tensor) -> Launch:
-    """Of `combine_kernel`: results [T K, H] to out [T, H]."""
+    """Results [T K, H] to out [T, H]."""
     block = min(COMBINE_BLOCK, triton.next_power_of_2(out.shape[1]))
-    return (len(out), triton.cdiv(out.shape[1], block)), {
-        "results": results,
-        "experts": ids,
-        "out": out,
-        "top_k": ids.shape[1],
-        "N": out.shape[1],
-        "BLOCK_N": block,
-        "num_warps": max(1, block // 256),
-        **launch_options(out.device),
-    }
+    return (
+        combine_kernel,
+        (len(out), triton.cdiv(out.shape[1], block)),
+        {
+            "results": results,
+            "experts": ids,
+            "out": out,
+            "top_k": ids.shape[1],
+            "N": out.shape[1],
+            "BLOCK_N": block,
+            "num_warps": max(1, block // 256),
+            **launch_options(out.device),
+        },
+    )
 
 
 def num_multiprocessors(device: torch.device) -> int:

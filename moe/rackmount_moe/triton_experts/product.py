@@ -6,6 +6,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_moe.triton_experts.block import (
     add_block,
+    call_scales,
     gated,
     load_tokens,
     load_weight,
@@ -122,24 +123,37 @@ def _multiply(
             descriptor, expert, tile, token_at, valid, K, BLOCK_M, OUT, BLOCK_K, EVEN
         )
     else:
-        rows = tile_rows(tile, N, BLOCK_N, GATED)
+        rows = tile_rows(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, GATED)
+        scale_row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
+        if SCALED and COMPILED:
+            call_scales(
+                scales, zeros, expert, tile, N, groups, scale_stride, BLOCK_N, SCALE_BLOCKS, GATED
+            )
         order_at = None
         if order is not None:
             order_at = order + expert.to(tl.int64) * tl.cdiv(K, BLOCK_K) * BLOCK_K
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
+            # Scales first: they are on their way while the weight is waited for.
+            group = expert.to(tl.int64) * groups
+            if GROUP > 0:
+                group += step * BLOCK_K // GROUP
+            if SCALED:
+                scale = tl.load(scales + group * scale_stride + scale_row)
+            else:
+                scale = None
+            if zeros is None:
+                zero = None
+            else:
+                zero = tl.load(zeros + group * N + rows).to(tl.float32)
             w = load_weight(
                 weight, descriptor, expert, tile, rows, step, N, K,
                 BLOCK_N, BLOCK_K, CODE, EVEN,
             )  # fmt: skip
             tokens = load_tokens(token_at, valid, order_at, step, K, BLOCK_K, EVEN)
-            acc = add_block(
-                acc, w, tokens, scales, zeros, expert, rows, step, N, groups,
-                scale_stride, BLOCK_K, CODE, GROUP, SCALE_BLOCKS, SCALED, GATED, COMPILED,
-            )  # fmt: skip
+            acc = add_block(acc, w, tokens, scale, zero, CODE, SCALED, COMPILED)
         if scales is not None and not SCALED:
-            row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
-            at = scales + expert.to(tl.int64) * scale_stride + row
+            at = scales + expert.to(tl.int64) * scale_stride + scale_row
             acc *= tl.load(at).to(tl.float32)[:, None]
         value = gated(acc, BLOCK_M, BLOCK_N) if GATED else acc
     if factors is not None:

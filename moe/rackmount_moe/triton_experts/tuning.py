@@ -1,60 +1,18 @@
-"""How a layer's products are cut into programs: from the table measured on this GPU, or by a rule
-close to it.
+"""Which plan a layer gets: from a table measured on this GPU, the user's own before the one that
+comes along, or by a rule close to it. Tables are measured in bfloat16 with top-8; float16 shares
+them."""
 
-A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/experts.py`:
-`{"fields": names of Tiling's fields, "shapes": {"FORMAT ExHxI": {bucket: [block_m,
-prefetch, gate_up's values, down's values]}}}`. A bucket is the least power of two that holds the
-tokens. Tables are measured in bfloat16 with top-8; float16 shares them.
-"""
-
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
+from importlib.resources import as_file, files
 
 import torch
 
 from rackmount_moe.triton_experts.packing import Packed
+from rackmount_moe.triton_experts.table import MAX_BUCKET, MAX_FEW, Plan, Row, Table, Tiling
+from rackmount_registry.errors import ConfigError
 
-MAX_FEW = 16
-"""Tokens up to which a plan may have no blocks."""
-MAX_BUCKET = 15
-"""Tokens above 2 ** 15 share that bucket's plan."""
-BUCKETS = tuple(1 << power for power in range(MAX_BUCKET + 1))
 SLOTS_A_TOKEN = 8
 """What the rule assumes."""
-
-
-@dataclass(frozen=True)
-class Tiling:
-    """How one product is cut; see `product.product_kernel`, or `vector.vector_kernel` for a plan
-    without blocks."""
-
-    block_n: int
-    """Weight rows a tile; of gate and up rows half are gate rows."""
-    block_k: int
-    """Columns read at a time. A product in blocks of a weight that is not dense has its own."""
-    stages: int
-    """Depth of the pipeline of loads; without blocks it is two."""
-    warps: int
-    programs: int = 0
-    """Programs of a multiprocessor, which share the tiles; 0: one for each tile."""
-    tma: bool = False
-    """Whether the tensor memory accelerator loads the weight (compute capability 9.0 on)."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a layer is computed."""
-
-    gate_up: Tiling
-    down: Tiling
-    block_m: int = 0
-    """Slots of an expert in a block; 0: tokens are few, there are no blocks."""
-    prefetch: int = 0
-    """Lines of the second weight that each program of the first product calls into L2 at its end,
-    where there are no blocks; a power of two, or 0."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -62,18 +20,32 @@ def bucket_of(tokens: int) -> int:
     return min((tokens - 1).bit_length(), MAX_BUCKET)
 
 
-def choose(gate_up: Packed, down: Packed, bucket: int) -> Plan:
-    """The plan for up to `bucket` tokens of a layer."""
-    experts, hidden, width = len(gate_up.values), down.rows, gate_up.rows // 2
+def shape_of(gate_up: Packed, down: Packed) -> str:
+    """Key of a layer in a table."""
+    return f"{gate_up.format} {len(gate_up.values)}x{down.rows}x{gate_up.rows // 2}"
+
+
+def choose(gate_up: Packed, down: Packed, bucket: int, own: Table | None = None) -> Plan:
+    """The plan for up to `bucket` tokens of a layer.
+
+    Raises:
+        ConfigError: the user's `own` table was measured on another GPU.
+    """
     if gate_up.values.device.type == "cuda":
-        table = table_of(torch.cuda.get_device_name(gate_up.values.device))
-        plan = nearest(table.get(f"{gate_up.format} {experts}x{hidden}x{width}", {}), bucket)
-        if plan is not None:
-            return plan
+        gpu = torch.cuda.get_device_name(gate_up.values.device)
+        if own is not None and own.about["gpu"] != gpu:
+            raise ConfigError(
+                f"the table of expert tilings was measured on {own.about['gpu']}, and this is "
+                f"{gpu}; choose one of this GPU, or none"
+            )
+        for table in filter(None, (own, shipped(gpu))):
+            plan = nearest(table.shapes.get(shape_of(gate_up, down), {}), bucket)
+            if plan is not None:
+                return plan
     return rule(gate_up, down, bucket)
 
 
-def nearest(row: Mapping[int, Plan], bucket: int) -> Plan | None:
+def nearest(row: Row, bucket: int) -> Plan | None:
     """That of the next bucket that was measured; above all of them, that of the largest."""
     measured = min((each for each in row if each >= bucket), default=max(row, default=0))
     plan = row.get(measured)
@@ -81,26 +53,13 @@ def nearest(row: Mapping[int, Plan], bucket: int) -> Plan | None:
 
 
 @cache
-def table_of(gpu: str) -> Mapping[str, Mapping[int, Plan]]:
-    """As `parse` gives it; empty where nothing was measured on GPUs of that name."""
-    file = files(__package__) / "tuned" / f"{gpu.replace(' ', '_')}.json"
-    return parse(json.loads(file.read_text())) if file.is_file() else {}
-
-
-def parse(table: Mapping) -> Mapping[str, Mapping[int, Plan]]:
-    """A table's shapes: "FORMAT ExHxI" -> bucket -> plan."""
-    fields = table["fields"]
-
-    def tiling(values: list) -> Tiling:
-        return Tiling(**dict(zip(fields, values, strict=True)))
-
-    return {
-        shape: {
-            int(bucket): Plan(tiling(gate_up), tiling(down), block_m, prefetch)
-            for bucket, (block_m, prefetch, gate_up, down) in row.items()
-        }
-        for shape, row in table["shapes"].items()
-    }
+def shipped(gpu: str) -> Table | None:
+    """The table that comes along for GPUs of that name, if there is one."""
+    found = files(__package__) / "tuned" / f"{gpu.replace(' ', '_')}.json"
+    if not found.is_file():
+        return None
+    with as_file(found) as file:
+        return Table.read(file)
 
 
 def rule(gate_up: Packed, down: Packed, bucket: int) -> Plan:

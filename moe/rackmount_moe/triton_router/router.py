@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.runtime.jit import JITFunction
 
 from rackmount_moe.triton_router.choice import choose, columns_of_experts
+from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.experts import ROUTER_ARRIVALS, RouterState, Routing
 
@@ -30,6 +32,8 @@ ROW_PROGRAMS = 64
 MIN_COLUMNS = 512
 MAX_SPLITS = 8
 """Parts of the hidden size, where tokens are several."""
+DISTINCT_TOKENS = (1, 8, 16, FEW_TOKENS + 1)
+"""Numbers of tokens for which kernels differ."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -160,70 +164,100 @@ def tile(num_tokens: int, num_experts: int, hidden: int) -> Tiling:
     return Tiling(8 if num_tokens <= 8 else 16, 16, block_h, num_warps=4)
 
 
-def gate(
+class Gate:
+    """The op `gate`; see `ops.gate`. What `prepare` was told of is compiled in threads."""
+
+    def __init__(self) -> None:
+        self._ahead = AheadCompiler()
+
+    def prepare(
+        self,
+        weight: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        slots: Tensor,
+        state: RouterState,
+    ) -> None:
+        """Begins to compile all that calls with these launch, at any number of tokens."""
+        for num_tokens in DISTINCT_TOKENS:
+            x = weight.new_empty((num_tokens, weight.shape[1]))
+            ids, weights = _outputs(x, routing)
+            kernel, _, arguments = _launch(x, weight, routing, bias, slots, state, ids, weights)
+            self._ahead.start(kernel, traits(kernel, arguments), arguments)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        slots: Tensor,
+        state: RouterState,
+    ) -> tuple[Tensor, Tensor]:
+        assert x.stride(1) == 1 and x.dtype == weight.dtype and weight.is_contiguous()
+        ids, weights = _outputs(x, routing)
+        if len(x):
+            self._ahead.wait()
+            kernel, grid, arguments = _launch(x, weight, routing, bias, slots, state, ids, weights)
+            kernel[grid](**arguments)
+        return ids, weights
+
+
+gate = Gate()
+
+
+def _outputs(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
+    ids = torch.empty((len(x), routing.top_k), dtype=torch.int32, device=x.device)
+    return ids, torch.empty_like(ids, dtype=torch.float32)
+
+
+def _launch(
     x: Tensor,
     weight: Tensor,
     routing: Routing,
     bias: Tensor | None,
     slots: Tensor,
     state: RouterState,
-) -> tuple[Tensor, Tensor]:
-    """See `ops.gate`."""
+    ids: Tensor,
+    weights: Tensor,
+) -> tuple[JITFunction, tuple[int, ...], dict[str, Any]]:
+    """Kernel, grid and arguments for x [T, H], T > 0. Many tokens' logits are made here."""
     num_tokens, (num_experts, hidden) = len(x), weight.shape
-    assert x.stride(1) == 1 and x.dtype == weight.dtype and weight.is_contiguous()
-    ids = torch.empty((num_tokens, routing.top_k), dtype=torch.int32, device=x.device)
-    weights = torch.empty_like(ids, dtype=torch.float32)
-    if not num_tokens:
-        return ids, weights
-    options = _options(routing, num_experts) | launch_options(x.device)
-    if num_tokens <= FEW_TOKENS:
-        blocks = tile(num_tokens, num_experts, hidden)
-        splits = triton.cdiv(hidden, blocks.block_h)
-        grid = (
-            triton.cdiv(num_experts, blocks.block_e),
-            splits,
-            triton.cdiv(num_tokens, blocks.block_t),
-        )
-        assert grid[2] <= ROUTER_ARRIVALS
-        partials = torch.empty(
-            (splits, num_tokens, num_experts), dtype=torch.float32, device=x.device
-        )
-        gate_kernel[grid](
-            x,
-            weight,
-            bias,
-            slots,
-            state.load,
-            state.arrivals,
-            partials,
-            ids,
-            weights,
-            num_tokens,
-            x.stride(0),
-            H=hidden,
-            BLOCK_T=blocks.block_t,
-            BLOCK_E=blocks.block_e,
-            BLOCK_H=blocks.block_h,
-            ROUND=not routing.float32_logits,
-            num_warps=blocks.num_warps,
-            **options,
-        )
-    else:
+    shared = {
+        "bias": bias,
+        "slots": slots,
+        "load": state.load,
+        "ids": ids,
+        "weights": weights,
+        "num_tokens": num_tokens,
+        **_options(routing, num_experts),
+        **launch_options(x.device),
+    }
+    if num_tokens > FEW_TOKENS:
         if routing.float32_logits:
             x, weight = x.float(), weight.float()
-        route_kernel[(triton.cdiv(num_tokens, ROUTE_TOKENS),)](
-            F.linear(x, weight),
-            bias,
-            slots,
-            state.load,
-            ids,
-            weights,
-            num_tokens,
-            BLOCK_T=ROUTE_TOKENS,
-            num_warps=4,
-            **options,
-        )
-    return ids, weights
+        grid = (triton.cdiv(num_tokens, ROUTE_TOKENS),)
+        many = {"logits": F.linear(x, weight), "BLOCK_T": ROUTE_TOKENS, "num_warps": 4}
+        return route_kernel, grid, shared | many
+    blocks = tile(num_tokens, num_experts, hidden)
+    splits = triton.cdiv(hidden, blocks.block_h)
+    tokens = triton.cdiv(num_tokens, blocks.block_t)
+    assert tokens <= ROUTER_ARRIVALS
+    sums = (splits, num_tokens, num_experts)
+    few = {
+        "x": x,
+        "weight": weight,
+        "arrivals": state.arrivals,
+        "partials": torch.empty(sums, dtype=torch.float32, device=x.device),
+        "x_stride": x.stride(0),
+        "H": hidden,
+        "BLOCK_T": blocks.block_t,
+        "BLOCK_E": blocks.block_e,
+        "BLOCK_H": blocks.block_h,
+        "ROUND": not routing.float32_logits,
+        "num_warps": blocks.num_warps,
+    }
+    return gate_kernel, (triton.cdiv(num_experts, blocks.block_e), splits, tokens), shared | few
 
 
 def _options(routing: Routing, num_experts: int) -> dict[str, Any]:

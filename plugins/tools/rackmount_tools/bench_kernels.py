@@ -6,8 +6,12 @@ it: with the epilogue that is fused there, if the kernel has it, and with its in
 is done where it is made. What is read in turn outgrows a GPU's L2 cache several times: copies of
 a weight, other experts in each call. On a GPU all of it is one CUDA graph, so that launches cost
 what they cost in the engine.
+
+With `--tune` an expert kernel first searches for its fastest tilings, and what is timed then is
+what it wrote down.
 """
 
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -28,6 +32,7 @@ from rackmount_tools.record import (
     write_record,
 )
 from rackmount_tools.shapes import ModelOrShape, resolved
+from rackmount_tools.tune import require_gpu, tune_experts
 
 COLUMNS = {
     "shape": "out x in",
@@ -68,6 +73,14 @@ def bench(
     kernel: Annotated[
         list[str] | None, typer.Option(help="Only this one; repeatable. All that fit else.")
     ] = None,
+    tune: Annotated[
+        Path | None,
+        typer.Option(
+            help="Search for the fastest tilings of the model's experts on this GPU, and add them "
+            "to this file, which `--plugin-config expert_kernel.NAME.tuned=FILE` reads."
+        ),
+    ] = None,
+    tune_seconds: Annotated[float, typer.Option(min=1, help="About so long.")] = 200,
     json_file: JsonFile = None,
     *,
     engine: EngineOptions,
@@ -81,16 +94,19 @@ def bench(
         path = locate(name, ctx.obj, report, weights=False)
         rack = draft_rack(config, read_config(path, ctx.obj), ctx.obj)
     only = kernel or []
+    if tune is not None:
+        require_gpu(rack)
     require_fitting(rack, only)
     formats = frozenset[str]().union(*rack.draft.formats().values())
+    counts, timed = numbers_of(tokens, "tokens"), [time_linear, time_experts]
     with torch.inference_mode():
+        if tune is not None:
+            rack, name = tune_experts(
+                rack, ctx.obj, tune, counts, only, tune_seconds, say=typer.echo
+            )
+            only, timed = [name], [time_experts]
         ceilings = measure_ceilings(rack.device, rack.dtype, formats)
-        counts = numbers_of(tokens, "tokens")
-        rows = [
-            row
-            for time in (time_linear, time_experts)
-            for row in time(rack, ctx.obj, ceilings, counts, only)
-        ]
+        rows = [row for time in timed for row in time(rack, ctx.obj, ceilings, counts, only)]
     record = {
         "engine": describe_rack(rack),
         "ceilings": describe_ceilings(ceilings),

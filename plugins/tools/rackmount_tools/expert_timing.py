@@ -25,23 +25,13 @@ def time_experts(
 ) -> list[dict[str, Any]]:
     """A row for each shape of a layer of experts, number of tokens, and kernel that fits, of
     `names` if there are any."""
-    alike: dict[tuple[object, ...], list[Experts]] = {}
-    for layer in rack.draft.sockets:
-        if isinstance(layer, Experts):
-            key = layer.hidden, layer.ffn, layer.experts, layer.routing.top_k, layer.gate_up.stored
-            alike.setdefault(key, []).append(layer)
     rows = []
-    for layer, *others in alike.values():
-        bundle = ExpertBundle(
-            gate_up=random_weight(layer.gate_up, device=rack.device, dtype=rack.dtype),
-            down=random_weight(layer.down, device=rack.device, dtype=rack.dtype),
-        )
-        choice = rack.parts.experts[bundle.down.format]
-        fitting = {pair.first.name for pair in choice.candidates if pair.accepted}
-        for name in sorted(fitting.intersection(names) if names else fitting):
+    for layer, *others in layers_of(rack):
+        bundle = bundle_of(layer, rack)
+        for name in kernels_for(bundle, rack, names):
             offer = manager.find(ExpertKernel, name)
             kernel, graph_safe = instantiate(offer, rack.options), offer.descriptor.graph_safe
-            copies = [kernel.prepare(each) for each in _copies(bundle, rack.device)]
+            copies = [kernel.prepare(each) for each in copies_of(bundle, rack.device)]
             for num in tokens:
                 row = {
                     "shape": _shape(layer, bundle),
@@ -51,10 +41,36 @@ def time_experts(
                     "kernel": name,
                     "tokens": num,
                 }
-                calls = _calls(copies, layer, bundle, num, rack)
+                inputs = inputs_of(layer, bundle, num, rack)
+                calls = list(zip(inputs, cycle(copies), strict=False))
                 took = seconds_of(partial(_run, kernel, calls), rack.device, graph_safe=graph_safe)
                 rows.append(row | _against(took / len(calls), calls, layer, bundle, ceilings))
     return rows
+
+
+def layers_of(rack: Rack) -> list[list[Experts]]:
+    """Of the model, those of one shape together."""
+    alike: dict[tuple[object, ...], list[Experts]] = {}
+    for layer in rack.draft.sockets:
+        if isinstance(layer, Experts):
+            key = layer.hidden, layer.ffn, layer.experts, layer.routing.top_k, layer.gate_up.stored
+            alike.setdefault(key, []).append(layer)
+    return list(alike.values())
+
+
+def bundle_of(layer: Experts, rack: Rack) -> ExpertBundle:
+    """Random weights for it."""
+    return ExpertBundle(
+        gate_up=random_weight(layer.gate_up, device=rack.device, dtype=rack.dtype),
+        down=random_weight(layer.down, device=rack.device, dtype=rack.dtype),
+    )
+
+
+def kernels_for(bundle: ExpertBundle, rack: Rack, names: list[str]) -> list[str]:
+    """Those that fit, of `names` if there are any."""
+    choice = rack.parts.experts[bundle.down.format]
+    fitting = {pair.first.name for pair in choice.candidates if pair.accepted}
+    return sorted(fitting.intersection(names) if names else fitting)
 
 
 def _shape(layer: Experts, bundle: ExpertBundle) -> str:
@@ -63,7 +79,7 @@ def _shape(layer: Experts, bundle: ExpertBundle) -> str:
     return f"{layer.experts.count} x ({both})"
 
 
-def _copies(bundle: ExpertBundle, device: torch.device) -> list[ExpertBundle]:
+def copies_of(bundle: ExpertBundle, device: torch.device) -> list[ExpertBundle]:
     """Those that together outgrow the cache; most bundles do by themselves."""
     count = num_rotated(bytes_of([bundle.gate_up, bundle.down]), device, least=1)
     clones = (
@@ -77,15 +93,12 @@ def _clone(weight: Weight) -> Weight:
     return replace(weight, tensors={name: each.clone() for name, each in weight.tensors.items()})
 
 
-def _calls(
-    copies: Sequence[Any], layer: Experts, bundle: ExpertBundle, num: int, rack: Rack
-) -> list[tuple[ExpertInput, Any]]:
-    """Inputs of so many tokens, which choose other experts in each, and the weights for them."""
+def inputs_of(layer: Experts, bundle: ExpertBundle, num: int, rack: Rack) -> list[ExpertInput]:
+    """Of so many tokens, which choose other experts in each: as many as outgrow the cache."""
     count, top_k = layer.experts.count, layer.routing.top_k
     size = bytes_of([bundle.gate_up, bundle.down])
     expected = size * (1 - (1 - top_k / count) ** num)
-    inputs = [_routed(layer, num, rack) for _ in range(num_rotated(expected, rack.device, least=4))]
-    return list(zip(inputs, cycle(copies), strict=False))
+    return [_routed(layer, num, rack) for _ in range(num_rotated(expected, rack.device, least=4))]
 
 
 def _against(

@@ -65,7 +65,7 @@ class PartsChoice:
             },
             expert_parts={
                 form: (
-                    partial(instantiate, choice.kernel, options),
+                    instantiate(choice.kernel, options),
                     partial(instantiate, choice.dispatcher, options),
                 )
                 for form, choice in self.experts.items()
@@ -90,7 +90,8 @@ class Parts:
     ops: Ops
     kernels: Mapping[str, tuple[LinearKernel, LinearKernelDescriptor]]
     """By weight format."""
-    expert_parts: Mapping[str, tuple[Any, Any]]
+    expert_parts: Mapping[str, tuple[ExpertKernel, Any]]
+    """By weight format: a kernel, and what makes a dispatcher for a layer."""
 
     def linear(self, weight_format: str) -> LinearKernel:
         """The kernel for a weight format."""
@@ -107,9 +108,9 @@ class Parts:
     def experts(
         self, weight_format: str, context: DispatchContext
     ) -> tuple[ExpertKernel, TokenDispatcherPart]:
-        """A kernel and a dispatcher for one layer of experts."""
+        """The kernel for a weight format, and a dispatcher for one layer of experts."""
         kernel, dispatcher = self.expert_parts[weight_format]
-        return kernel(), dispatcher(context)
+        return kernel, dispatcher(context)
 
 
 def select_parts(

@@ -1,5 +1,6 @@
 """A layer of routed experts."""
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from rackmount_registry.experts import (
     DispatchContext,
     ExpertBundle,
     ExpertKernel,
+    ExpertUse,
     RouterState,
     Routing,
     TokenDispatcher,
@@ -193,13 +195,21 @@ class Experts(Socket):
 
     def finish(self) -> None:
         self.router = self.gate.finish().dequantize().to(self.dtype)
+        if prepare := getattr(self.ops.gate, "prepare", None):
+            prepare(self.router, self.routing, self._bias(), self.step.slots, self.state)
         bundle = ExpertBundle(gate_up=self.gate_up.finish(), down=self.down.finish())
-        self.prepared = self.kernel.prepare(bundle)
+        told = {"use": ExpertUse(top_k=self.routing.top_k, dtype=self.dtype)}
+        named = inspect.signature(self.kernel.prepare).parameters
+        self.prepared = self.kernel.prepare(bundle, **(told if "use" in named else {}))
+
+    def _bias(self) -> Tensor | None:
+        return self.bias.tensor if self.bias is not None else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = self.bias.tensor if self.bias is not None else None
         slots = wanted_rows(self.step, self.step.slots) if self.cut else self.step.slots
-        expert_ids, weights = self.ops.gate(x, self.router, self.routing, bias, slots, self.state)
+        expert_ids, weights = self.ops.gate(
+            x, self.router, self.routing, self._bias(), slots, self.state
+        )
         given = self.dispatcher.dispatch(x, expert_ids, weights)
         return self.reduced(self.dispatcher.combine(self.kernel.run(given, self.prepared), given))
 

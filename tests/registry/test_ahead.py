@@ -1,0 +1,53 @@
+"""Kernels that are compiled in threads."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from rackmount_registry.device.ahead import AheadCompiler, traits
+
+
+class Compiled:
+    """Stands in for a kernel; notes what it was asked to compile, and by which threads."""
+
+    __name__ = "kernel"
+    do_not_specialize = ("M",)
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.threads: set[int] = set()
+
+    def warmup(self, **arguments: Any) -> None:
+        self.asked.append(arguments)
+        self.threads.add(threading.get_ident())
+
+
+def test_threads_compile_for_the_device_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread begins on the first GPU, whatever a rank's own is."""
+    entered: dict[int, int] = {}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: entered.update({threading.get_ident(): device})
+    )
+    ahead, kernel = AheadCompiler(), Compiled()
+    for key in range(4):
+        ahead.start(kernel, key, {"M": key})
+    ahead.wait()
+    assert threading.get_ident() not in kernel.threads
+    assert kernel.threads <= entered.keys() and set(entered.values()) == {3}
+
+
+def test_launches_differ_in_what_kernels_are_compiled_for() -> None:
+    kernel, x = Compiled(), torch.zeros(2, 4)
+    first = traits(kernel, {"x": x, "bias": None, "M": 2, "N": 4})
+    assert first == traits(kernel, {"x": x[1:], "bias": None, "M": 1, "N": 4})
+    for other in (
+        {"x": x.half(), "bias": None, "M": 2, "N": 4},
+        {"x": x, "bias": x, "M": 2, "N": 4},
+        {"x": x, "bias": None, "M": 2, "N": 8},
+    ):
+        assert traits(kernel, other) != first
+    assert len({first, traits(kernel, {"x": x, "bias": None, "M": 3, "N": 4})}) == 1
