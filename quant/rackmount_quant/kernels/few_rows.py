@@ -18,7 +18,6 @@ from rackmount_quant.kernels.planes import (
     int4_planes,
     int8_planes,
     plane_columns,
-    scale_rows,
 )
 from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
 from rackmount_registry.device.prefetch import prefetch
@@ -113,9 +112,8 @@ def few_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    if SCALED_SUMS:
-        group = (first - tile * blocks) // BLOCKS_PER_SCALE * scale_stride
-        sum_scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
+    # Sums of a loop that may be empty can come from no MMA. ptxas then runs all MMAs one by one.
+    tl.assume(first < last)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for flat in tl.range(first, last):
         if not ALIGNED:
@@ -123,13 +121,17 @@ def few_rows_kernel(
         block = flat - tile * blocks
         column = block * BLOCK_K
         rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
+        group = block // BLOCKS_PER_SCALE * scale_stride
+        if GROUPED:  # on its way while the words are waited for
+            scale = load_rows(
+                scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES and SCALED_SUMS
+            )
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
         else:
             first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
             packed = tl.load(at, mask=first_column < K, other=0)
-        group = block // BLOCKS_PER_SCALE * scale_stride
         if zeros is None:
             zero = None
         else:
@@ -155,20 +157,11 @@ def few_rows_kernel(
             else:
                 values = unpack_fp8(packed, dtype, COMPILED)
             if GROUPED and not SCALED_SUMS:
-                scale = tl.load(scales + group + rows // ROWS_PER_SCALE)
-                values = scale_rows(values, scale.to(tl.float32), COMPILED)
+                values *= scale.to(dtype)[:, None]
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part)
         if SCALED_SUMS:
-            # The next block's, before they are needed.
-            following = tl.minimum(flat + 1, last - 1)
-            its_tile = tile if ALIGNED else following // blocks
-            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE * scale_stride
-            loaded = load_rows(
-                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES
-            )
-            acc += part * sum_scale.to(tl.float32)[:, None]
-            sum_scale = loaded
+            acc += part * scale.to(tl.float32)[:, None]
         else:
             acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation

@@ -75,12 +75,6 @@ def fp8_planes(halves, dtype: tl.constexpr, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(values, scales, COMPILED: tl.constexpr):
-    """values [R, K] times scales float32 [R], which are rounded to the values' dtype first."""
-    return _fma_halves(values, scales[:, None], -0.0, COMPILED)
-
-
-@triton.jit
 def _pick(halves, SHIFT: tl.constexpr, mask, bits, dtype: tl.constexpr, COMPILED: tl.constexpr):
     """((halves >> SHIFT) & mask) | bits, seen as `dtype`; SHIFT may be negative."""
     if COMPILED:
