@@ -112,6 +112,9 @@ def few_rows_kernel(
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SCALED_SUMS:
+        group = (first - tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+        sum_scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
     # Sums of a loop that may be empty can come from no MMA. ptxas then runs all MMAs one by one.
     tl.assume(first < last)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -122,10 +125,8 @@ def few_rows_kernel(
         column = block * BLOCK_K
         rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
         group = block // BLOCKS_PER_SCALE * scale_stride
-        if GROUPED:  # on its way while the words are waited for
-            scale = load_rows(
-                scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES and SCALED_SUMS
-            )
+        if GROUPED and not SCALED_SUMS:  # on its way while the words are waited for
+            scale = tl.load(scales + group + rows // ROWS_PER_SCALE)
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
@@ -161,7 +162,15 @@ def few_rows_kernel(
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part)
         if SCALED_SUMS:
-            acc += part * scale.to(tl.float32)[:, None]
+            # The next block's, before they are needed.
+            following = tl.minimum(flat + 1, last - 1)
+            its_tile = tile if ALIGNED else following // blocks
+            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+            loaded = load_rows(
+                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES
+            )
+            acc += part * sum_scale.to(tl.float32)[:, None]
+            sum_scale = loaded
         else:
             acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation

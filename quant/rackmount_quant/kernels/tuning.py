@@ -25,7 +25,7 @@ RULED_ROWS = 64
 RULED: Mapping[int, tuple[int, int, int | None, int]] = {
     16: (128, 4, 128, 3),
     32: (128, 8, None, 2),
-    64: (128, 8, None, 2),
+    64: (128, 8, None, 1),
 }
 """Tokens a tile -> block_n, warps, registers and programs an SM: what registers and shared memory
 of an SM allow; what is best on an H200 for the shapes of an 8B model is like it."""
