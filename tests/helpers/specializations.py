@@ -29,7 +29,7 @@ from rackmount_registry.experts import ExpertUse
 Found = dict[str, list[str]]
 """In the order of asking, as often as was asked."""
 HIDDEN, WIDTH, TOP_K = 64, 48, 3
-TOKENS = (*range(1, 70), *(n + d for n in (128, 256, 512, 2048, 8192) for d in (-1, 0, 1)))
+TOKENS = (*range(1, 70), *(n + d for n in (128, 256, 512, 1024, 2048, 8192) for d in (-1, 0, 1)))
 
 
 class Hopper:

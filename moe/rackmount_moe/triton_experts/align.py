@@ -16,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from rackmount_registry.device.launch import launch_options
 
-SEGMENTS = (256, 1024, 4096)
+SEGMENTS = (256, 512, 1024, 2048, 4096)
 """Slots that a program looks through: as many as there are, or the most."""
 SEGMENTS_AT_ONCE: tl.constexpr = tl.constexpr(8)
 
