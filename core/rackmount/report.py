@@ -7,6 +7,7 @@ from rackmount.engine.core import EngineCore
 from rackmount.execution.saturation import TOO_MANY, too_small
 from rackmount.rack import Rack
 from rackmount_registry.attention import FP8
+from rackmount_registry.mount.fill import listed
 from rackmount_registry.plugins import PluginManager
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -19,6 +20,7 @@ def startup_report(rack: Rack, core: EngineCore, manager: PluginManager) -> list
         headline(rack),
         *map(str, decisions(rack, manager)),
         f"weights: {size(rack.draft.weight_bytes)}{each} ({size(core.weight_bytes_read)} read)",
+        *unmet_names(rack),
         *kv_scales(rack),
         *saturation(core),
         *capacity(rack, core.num_kv_blocks),
@@ -30,6 +32,14 @@ def headline(rack: Rack) -> str:
     """The model and how it runs."""
     ranks = f", {rack.num_ranks} ranks" if rack.num_ranks > 1 else ""
     return f"{rack.config.model} in {dtype_name(rack.dtype)} on {rack.device}{ranks}"
+
+
+def unmet_names(rack: Rack) -> list[str]:
+    """What the checkpoint's quantization_config names in vain."""
+    if not (unmet := rack.draft.unmet()):
+        return []
+    names = listed([repr(each) for each in unmet])
+    return [f"quantization_config names {names}: no tensor of this model is meant"]
 
 
 def kv_scales(rack: Rack) -> list[str]:

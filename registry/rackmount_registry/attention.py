@@ -190,7 +190,10 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """Plan once per step on the host, then run once per layer."""
+    """Plan once per step on the host, then run once per layer.
+
+    It is made before weights load: what must be compiled may be, in threads, from there on.
+    """
 
     def plan(self, batch: AttentionBatch) -> Any:
         """All host work of the step. Raises nothing for any batch that the scheduler can make.

@@ -6,6 +6,7 @@ Arithmetic is in float32 at least (float64 stays), rounded to the dtype of the i
 `rms_norm` also rounds before its weight, as the models were trained. T may be 0.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -233,6 +234,17 @@ class Ops(Protocol):
     def sample(
         self, logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
     ) -> Tensor: ...
+
+
+def prepare(operation: Callable[..., Any], *arguments: Any) -> None:
+    """Tells an operation how it will be called, by arguments like those of its calls: of one token
+    or row where there will be any number, and with tensors whose values mean nothing.
+
+    For operations that compile: one may have a method `prepare`, which takes these arguments and
+    begins to, best in threads (see `device.ahead`), and which returns at once.
+    """
+    if (begin := getattr(operation, "prepare", None)) is not None:
+        begin(*arguments)
 
 
 def reference_ops() -> Ops:

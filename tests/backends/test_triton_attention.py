@@ -1,9 +1,7 @@
 """The triton backend against the definition of causal attention, in Triton's interpreter."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -128,25 +126,6 @@ def test_a_request_alone_is_shared_by_all_programs() -> None:
     programs = num_programs(1, LAYER.num_kv_heads, 2)
     assert programs > 1
     assert int(levels.isfinite().sum()) == programs * LAYER.num_heads
-
-
-def test_one_kernel_serves_any_number_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a kind of layer: whatever the step, the engine's bound is what is compiled for."""
-    compiled = set()
-
-    class Spy:
-        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            def launch(*arguments: Any, **constants: Any) -> None:
-                absent = tuple(each is None for each in arguments)
-                compiled.add((absent, *sorted(constants.items())))
-
-            return launch
-
-    monkeypatch.setattr(decode_module, "_decode", Spy())
-    largest = make_case(decoding(*[5] * 40))
-    for requests in (decoding(7), decoding(*[3] * 20), [*decoding(9), CHUNK], decoding(*[5] * 40)):
-        replace(make_case(requests), backend=largest.backend).run()
-    assert len(compiled) == 1
 
 
 def test_a_static_batch_follows_the_lengths_on_the_device() -> None:

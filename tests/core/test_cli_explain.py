@@ -150,6 +150,23 @@ def test_weights_that_are_rounded_while_loaded_count_as_held(folder):
     assert content["weight_bytes"] == 2 * 596_049_920 - columns_by_rows + 4 * rows
 
 
+def test_names_that_the_checkpoint_lists_in_vain_are_told(tmp_path):
+    ignore = ["lm_head", "model.layer.0.mlp", "model.layers.0.mlp", "model.norm", "re:.*visual"]
+    stored = {"quant_method": "w8", "ignore": ignore}
+    folder = write(tmp_path / "model", QWEN3_0_6B | {"quantization_config": stored})
+    plugins = PLUGINS | {"rackmount-plugins-quant": rackmount_quant.plugin}
+    vain = ["model.layer.0.mlp", "re:.*visual"]
+    assert figures(folder, plugins=plugins)["unmet_names"] == vain
+    told = (
+        "quantization_config names 'model.layer.0.mlp', 're:.*visual': no tensor of this model is "
+        "meant\n"
+    )
+    assert told in explain(folder, plugins=plugins).stdout
+    stored["ignore"] = ignore[:1]
+    folder = write(tmp_path / "other", QWEN3_0_6B | {"quantization_config": stored})
+    assert "quantization_config names" not in explain(folder, plugins=plugins).stdout
+
+
 def test_of_several_ranks_the_first_is_shown_and_how_they_run(folder):
     one, four = figures(folder), figures(folder, "--tp", "4", "--memory-gib", "80")
     assert 0.25 < four["weight_bytes"] / one["weight_bytes"] < 0.26

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tests.helpers.checkpoints import edit_tensors, tiny_checkpoint
+from tests.helpers.checkpoints import edit_config, edit_tensors, tiny_checkpoint
 from tests.helpers.mounting import plugins
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -254,6 +254,7 @@ def test_the_startup_report_says_what_was_mounted_and_what_fits(model):
     assert "quantization_scheme: none, as config.json says" in lines
     assert f"linear_kernel for dense: {backends}" in lines
     assert f"attention_backend: {backends}" in lines
+    assert not any("quantization_config" in line for line in lines)
     assert lines[-5:] == [
         f"weights: {weights / 1024:.1f} KiB ({weights / 1024:.1f} KiB read)",
         "KV memory: 100 KiB",  # 2 layers, keys and values, 2 heads of 16, 4 bytes: 512 a token
@@ -261,3 +262,13 @@ def test_the_startup_report_says_what_was_mounted_and_what_fits(model):
         "at most 3 requests of 64 tokens",
         "CUDA graphs: none, cpu has no CUDA graphs",
     ]
+
+
+def test_the_startup_report_tells_names_that_the_checkpoint_lists_in_vain(model, tmp_path):
+    folder = Path(shutil.copytree(model, tmp_path / "w8"))
+    stored = {"quant_method": "w8", "ignore": ["lm_head", "mlp.upproj"]}
+    edit_config(folder, lambda values: values.update(quantization_config=stored))
+    given = {"load_format": "dummy", "num_kv_blocks": 50, "block_size": 4}
+    with Engine(folder, manager=plugins(), device="cpu", **given) as engine:
+        lines = startup_report(engine.rack, engine.core, engine.manager)
+    assert "quantization_config names 'mlp.upproj': no tensor of this model is meant" in lines

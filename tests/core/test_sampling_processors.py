@@ -6,6 +6,7 @@ import torch
 from tests.helpers.sampling import sample
 from torch import Tensor
 
+from rackmount.sampling import processor
 from rackmount.sampling import sampler as module
 from rackmount.sampling.params import MAX_BIASES, SamplingParams
 from rackmount.sampling.sampler import Sampler
@@ -248,3 +249,41 @@ def test_the_padding_row_stays_neutral_however_often_it_is_counted() -> None:
         sampler.draw_processed(logits, rows, positions)
     assert torch.equal(sampler.process(logits, rows)[1:], logits[1:])
     assert not torch.equal(sampler.process(logits, rows)[0], logits[0])
+
+
+def test_an_upload_that_fails_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that breaks ends its own requests alone: who gets a row next inherits nothing."""
+    table = SamplingTable(2, 40, torch.device("cpu"))
+    sampler, history = Sampler(table, reference_ops()), np.zeros((3, 9), int)
+    table.admit(0, SamplingParams(logit_bias={7: 100.0}), seed=0, prompt_token_ids=[0])
+    sampler.prepare(np.array([0]), np.array([1]), history)
+    table.release(0)
+    table.admit(1, SamplingParams(presence_penalty=1), seed=0, prompt_token_ids=[0])
+
+    def broken(*_: object) -> None:
+        raise torch.cuda.OutOfMemoryError("pinned memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(processor, "upload", broken)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            sampler.prepare(np.array([1]), np.array([1]), history)
+    table.admit(0, SamplingParams(), seed=0, prompt_token_ids=[0])
+    sampler.prepare(np.arange(2), np.ones(2, int), history)
+    logits = torch.zeros(2, 40)
+    assert torch.equal(sampler.process(logits, torch.arange(2))[0], logits[0])
+
+
+def test_a_mask_that_bans_nothing_any_more_is_not_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = SamplingTable(2, 1000, torch.device("cpu"))
+    sampler, history = Sampler(table, reference_ops()), np.zeros((3, 9), int)
+    params = SamplingParams(min_tokens=1)
+    table.admit(0, params, seed=0, prompt_token_ids=[0], stop_ids=[4])
+    for position in (1, 2):
+        sampler.prepare(np.array([0]), np.array([position]), history)
+    assert sampler.is_plain(np.array([0]))
+    compared = []
+    monkeypatch.setattr(processor.np, "array_equal", lambda *given: compared.append(given))
+    sampler.prepare(np.array([0]), np.array([3]), history)
+    assert not compared

@@ -127,6 +127,7 @@ def answers(folder: Path, graphs: bool, **limits: Any) -> list[RequestOutput]:
             assert any(each.plain.graph.num_replays for each in graphs_of)
             assert any(each.processed.graph.num_replays for each in graphs_of)
             assert worker._mixed_graphs.num_steps
+        assert bool(engine.stats.total_preemptions) == ("num_kv_blocks" in limits)
         assert_idle(engine)
         return outputs
 
@@ -134,7 +135,7 @@ def answers(folder: Path, graphs: bool, **limits: Any) -> list[RequestOutput]:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize(
     "limits",
-    [{}, {"long_prefill_token_threshold": 1}, {"max_num_batched_tokens": 6}, {"num_kv_blocks": 14}],
+    [{}, {"long_prefill_token_threshold": 1}, {"max_num_batched_tokens": 6}, {"num_kv_blocks": 12}],
 )
 def test_graphs_change_nothing(
     folder: Path, limits: dict[str, int], ahead: bool, monkeypatch: pytest.MonkeyPatch

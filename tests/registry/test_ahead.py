@@ -18,10 +18,17 @@ class Compiled:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
         self.threads: set[int] = set()
+        self.loaded: set[int] = set()
 
-    def warmup(self, **arguments: Any) -> None:
+    def warmup(self, **arguments: Any) -> "Compiled":
         self.asked.append(arguments)
         self.threads.add(threading.get_ident())
+        return self
+
+    @property
+    def run(self) -> None:
+        """Triton builds a kernel's launcher, and loads both, when this is first read."""
+        self.loaded.add(threading.get_ident())
 
 
 def test_threads_compile_for_the_device_of_who_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,7 +43,7 @@ def test_threads_compile_for_the_device_of_who_asked(monkeypatch: pytest.MonkeyP
     for key in range(4):
         ahead.start(kernel, key, {"M": key})
     ahead.wait()
-    assert threading.get_ident() not in kernel.threads
+    assert threading.get_ident() not in kernel.threads and kernel.loaded == kernel.threads
     assert kernel.threads <= entered.keys() and set(entered.values()) == {3}
 
 
@@ -51,3 +58,21 @@ def test_launches_differ_in_what_kernels_are_compiled_for() -> None:
     ):
         assert traits(kernel, other) != first
     assert len({first, traits(kernel, {"x": x, "bias": None, "M": 3, "N": 4})}) == 1
+
+
+class Broken(Compiled):
+    def warmup(self, **arguments: Any) -> "Compiled":
+        raise RuntimeError("out of shared memory")
+
+
+def test_what_cannot_be_compiled_is_told_once_to_who_waits() -> None:
+    """An engine of the process that comes later asks for other kernels, or for these again."""
+    ahead, kernel = AheadCompiler(), Compiled()
+    ahead.start(Broken(), "one", {})
+    with pytest.raises(RuntimeError, match="shared memory"):
+        ahead.wait()
+    ahead.start(kernel, "two", {})
+    ahead.wait()
+    ahead.start(kernel, "one", {})
+    ahead.wait()
+    assert len(kernel.asked) == 2

@@ -1,13 +1,18 @@
-"""The backend: a step goes to the decode kernel, to the prefill kernel, or in part to each."""
+"""The backend: a step goes to the decode kernel, to the prefill kernel, or in part to each.
 
+What any step may launch begins to be compiled, in threads, when the backend is made.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount_backends.triton_attention.decode import Workspace, decode, num_programs
-from rackmount_backends.triton_attention.prefill import list_tiles, prefill
+from rackmount_backends.triton_attention.decode import Workspace, decode_launch, num_programs
+from rackmount_backends.triton_attention.prefill import list_tiles, prefill_launch
 from rackmount_backends.triton_attention.tiles import (
     DecodeTiles,
     PrefillTiles,
@@ -15,13 +20,18 @@ from rackmount_backends.triton_attention.tiles import (
     prefill_tiles,
     resident_programs,
 )
+from rackmount_backends.triton_ops.operation import Launch
 from rackmount_registry.attention import (
+    CACHE_LAYOUTS,
+    FP8,
     AttentionBatch,
     AttentionContext,
     AttentionParams,
+    CacheSpec,
     DeviceTables,
     KVScales,
 )
+from rackmount_registry.device.ahead import AheadCompiler, traits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +69,33 @@ class TritonAttention:
             counts=max(context.max_num_seqs * p.num_kv_heads for p in context.layers),
             device=context.device,
         )
+        self._ahead = AheadCompiler()
+        for params in context.layers:
+            self._compile(params)
+
+    def _compile(self, params: AttentionParams) -> None:
+        """For every step: the shortest and the longest chunk have all tiles that prefill takes."""
+        context, heads, size = self._context, params.num_kv_heads, params.head_size
+        spec = CacheSpec(num_kv_heads=heads, head_size=size, dtype=context.kv_dtype)
+        shape = CACHE_LAYOUTS["slots"].shape(spec, context.block_size)
+        empty = partial(torch.empty, device=context.device)
+        cache, scale = empty(shape, dtype=spec.dtype), empty(heads, dtype=torch.float32)
+        q = empty(1, params.num_heads, size, dtype=context.dtype)
+        scales = KVScales(k=scale, v=scale) if spec.dtype == FP8 else None
+        lengths = empty(3, dtype=torch.int32)
+        table = empty(2, context.max_blocks, dtype=torch.int32)
+        tables = DeviceTables(query_start_loc=lengths, seq_lens=lengths, block_table=table)
+        for chunk in (2, max(2, min(context.max_num_batched_tokens, context.max_model_len))):
+            starts = np.array([0, 1, 1 + chunk], np.int32)
+            batch = AttentionBatch(
+                query_start_loc=starts,
+                seq_lens=np.diff(starts),
+                rows=np.arange(2, dtype=np.int32),
+                block_table=np.zeros((2, context.max_blocks), np.int32),
+                on_device=tables,
+            )
+            for kernel, _, given in self._launches(q, q, cache, self.plan(batch), params, scales):
+                self._ahead.start(kernel, traits(kernel, given), given)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Lists the tiles of what is not decoding; decoding needs the device's tables alone."""
@@ -94,9 +131,24 @@ class TritonAttention:
     ) -> Tensor:
         """Causal attention of q [T, H, D] over each request's cached tokens -> [T, H, D]."""
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._ahead.wait()
+        for kernel, grid, given in self._launches(out, q, cache, plan, params, scales):
+            kernel[grid](**given)
+        return out
+
+    def _launches(
+        self,
+        out: Tensor,
+        q: Tensor,
+        cache: Tensor,
+        plan: Plan,
+        params: AttentionParams,
+        scales: KVScales | None,
+    ) -> Iterator[Launch]:
+        """What writes the step's rows of `out`."""
         if plan.prefills:
             prefilling = plan.prefills[params.num_heads // params.num_kv_heads, params.head_size]
-            prefill(
+            yield prefill_launch(
                 out,
                 q,
                 cache,
@@ -108,7 +160,7 @@ class TritonAttention:
                 tiles=prefilling.tiles,
             )
         if len(plan.decoding):
-            decode(
+            yield decode_launch(
                 out,
                 q,
                 cache,
@@ -123,7 +175,6 @@ class TritonAttention:
                 tiles=self._tiles(params),
                 pdl=self._capability >= (9, 0),
             )
-        return out
 
     def _tiles(self, params: AttentionParams) -> DecodeTiles:
         return decode_tiles(params.head_size, self._context.kv_dtype.itemsize)

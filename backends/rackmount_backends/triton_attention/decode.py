@@ -19,12 +19,14 @@ from rackmount_backends.triton_attention.online_softmax import (
     HIDDEN,
     add_values,
     block_ids,
+    call_slots,
     fit_queries,
     load_slots,
     weigh,
     widen_pairs,
 )
 from rackmount_backends.triton_attention.tiles import DecodeTiles, padded
+from rackmount_backends.triton_ops.operation import Launch
 from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
 NUM_LEVELS = tl.constexpr(8)
@@ -72,20 +74,28 @@ def _decode(
 
     # Lengths and tables are older than the layer's product: what came before a product is complete
     # when a kernel after it starts (see `rackmount_registry.device.launch`): none waits for them.
-    members = tl.arange(0, BLOCK_R)
-    is_member = members < num_requests
-    requests = tl.load(requests_ptr + members, mask=is_member, other=0)
-    lengths = tl.load(seq_lens_ptr + requests, mask=is_member, other=0)
-    if WINDOW is not None:
-        lengths = tl.minimum(lengths, WINDOW)
-    shares = _share_out((lengths + BLOCK_N - 1) // BLOCK_N, num_programs)
-    ends = tl.cumsum(shares, 0)
-    if program >= tl.sum(shares, 0):
+    if num_requests == 1:
+        # No sums over lengths, which a short step would have to wait for; the result is theirs.
+        length = tl.load(seq_lens_ptr + tl.load(requests_ptr))
+        if WINDOW is not None:
+            length = tl.minimum(length, WINDOW)
+        num_shares = tl.minimum(tl.cdiv(length, BLOCK_N), num_programs)
+        num_used, first_program, member = num_shares, program * 0, program * 0
+    else:
+        members = tl.arange(0, BLOCK_R)
+        is_member = members < num_requests
+        requests = tl.load(requests_ptr + members, mask=is_member, other=0)
+        lengths = tl.load(seq_lens_ptr + requests, mask=is_member, other=0)
+        if WINDOW is not None:
+            lengths = tl.minimum(lengths, WINDOW)
+        shares = _share_out((lengths + BLOCK_N - 1) // BLOCK_N, num_programs)
+        before = tl.cumsum(shares, 0) <= program
+        member = tl.sum(before.to(tl.int32), 0)
+        first_program = tl.sum(tl.where(before, shares, 0), 0)
+        num_shares = tl.sum(tl.where(members == member, shares, 0), 0)
+        num_used = tl.sum(shares, 0)
+    if program >= num_used:
         return
-    before = ends <= program
-    member = tl.sum(before.to(tl.int32), 0)
-    first_program = tl.sum(tl.where(before, shares, 0), 0)
-    num_shares = tl.sum(tl.where(members == member, shares, 0), 0)
 
     request = tl.load(requests_ptr + member)
     token = tl.load(query_start_ptr + request)
@@ -104,9 +114,13 @@ def _decode(
     value_columns = tl.arange(0, BLOCK_D // PAIR)
     table = table_ptr + request.to(tl.int64) * table_stride
     offsets = tl.arange(0, BLOCK_N)
-    blocks = block_ids(table, tl.minimum(start + offsets, stop - 1), BLOCK_SIZE)
+    places = tl.minimum(start + offsets, stop - 1)
+    blocks = block_ids(table, places, BLOCK_SIZE)
 
     if PDL:
+        # All but the newest token's are there already; that one's is written to L2, too.
+        call_slots(keys_base, blocks, places, slot_stride, BLOCK_SIZE, HEAD_SIZE)
+        call_slots(values_base, blocks, places, slot_stride // PAIR, BLOCK_SIZE, HEAD_SIZE // PAIR)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, BLOCK_H)
@@ -227,7 +241,7 @@ def num_programs(num_requests: int, num_kv_heads: int, slots: int) -> int:
     return max(-(-waves * slots // num_kv_heads), num_requests + -(-slots // (2 * num_kv_heads)))
 
 
-def decode(
+def decode_launch(
     out: Tensor,
     q: Tensor,
     cache: Tensor,
@@ -242,31 +256,50 @@ def decode(
     programs: int,
     tiles: DecodeTiles,
     pdl: bool,
-) -> None:
-    """Writes out [T, H, D] for the one token of each of the `requests` (int32 [R']), which were
-    on the device before the layer's product. q [T, H, D] has rows of D elements in a row.
-
-    A kernel is compiled for each `max_requests`, rounded up to a power of two.
-    """
+) -> Launch:
+    """What writes out [T, H, D] for the one token of each of the `requests` (int32 [R']), which
+    were on the device before the layer's product. q [T, H, D] has rows of D elements in a row."""
     assert len(requests) <= max_requests
     assert q.stride(2) == 1 and cache.stride(2) == params.head_size and cache.stride(3) == 1
     keys, values = cache.unbind()
-    if scales is not None:
-        values = values.view(torch.int16)
     group = params.num_heads // params.num_kv_heads
     block_d, block_g = padded(params.head_size), padded(group)
-    _decode[(params.num_kv_heads, programs)](
-        out, q, keys, values,
-        workspace.partials, workspace.levels, workspace.ended,
-        requests, tables.query_start_loc, tables.seq_lens, tables.block_table,
-        scales.k if scales else None, scales.v if scales else None,
-        len(requests), programs,
-        q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
-        SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
-        GROUP=group, HEAD_SIZE=params.head_size, BLOCK_SIZE=block_size,
-        BLOCK_R=max(16, padded(max_requests)), BLOCK_H=max(16, block_g), BLOCK_G=block_g,
-        BLOCK_N=tiles.block_n, BLOCK_D=block_d,
-        BLOCK_S=max(1, MERGED_AT_ONCE // (block_g * block_d)),
-        PAIR=1 if scales is None else 2, PDL=pdl,
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages, launch_pdl=pdl,
-    )  # fmt: skip
+    given = {
+        "out_ptr": out,
+        "q_ptr": q,
+        "keys_ptr": keys,
+        "values_ptr": values if scales is None else values.view(torch.int16),
+        "partial_ptr": workspace.partials,
+        "level_ptr": workspace.levels,
+        "ended_ptr": workspace.ended,
+        "requests_ptr": requests,
+        "query_start_ptr": tables.query_start_loc,
+        "seq_lens_ptr": tables.seq_lens,
+        "table_ptr": tables.block_table,
+        "k_scale_ptr": scales.k if scales else None,
+        "v_scale_ptr": scales.v if scales else None,
+        "num_requests": len(requests),
+        "num_programs": programs,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "slot_stride": keys.stride(0),
+        "table_stride": tables.block_table.stride(0),
+        "SCALE": params.scale,
+        "SOFT_CAP": params.soft_cap,
+        "WINDOW": params.sliding_window,
+        "GROUP": group,
+        "HEAD_SIZE": params.head_size,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_R": max(16, padded(max_requests)),
+        "BLOCK_H": max(16, block_g),
+        "BLOCK_G": block_g,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": block_d,
+        "BLOCK_S": max(1, MERGED_AT_ONCE // (block_g * block_d)),
+        "PAIR": 1 if scales is None else 2,
+        "PDL": pdl,
+        "launch_pdl": pdl,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    return _decode, (params.num_kv_heads, programs), given

@@ -12,6 +12,8 @@ for two, where bfloat16 takes two more for each. Their scales meet scores and ou
 import triton
 import triton.language as tl
 
+from rackmount_registry.device.prefetch import prefetch
+
 LOG2E = tl.constexpr(1.4426950408889634)
 HIDDEN = tl.constexpr(-1.0e30)
 WIDEN_PAIRS = tl.constexpr("""{
@@ -43,6 +45,18 @@ def load_slots(
     if columns.shape[0] == HEAD_SIZE:
         return tl.load(pointers)
     return tl.load(pointers, mask=(columns < HEAD_SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def call_slots(
+    base, blocks, places, slot_stride, BLOCK_SIZE: tl.constexpr, HEAD_SIZE: tl.constexpr
+):  # fmt: skip
+    """Calls what `load_slots` would read into L2."""
+    STEP: tl.constexpr = 128 // (base.dtype.element_ty.primitive_bitwidth // 8)  # of a line
+    LINES: tl.constexpr = triton.next_power_of_2((HEAD_SIZE + STEP - 1) // STEP)
+    columns = tl.minimum(tl.arange(0, LINES) * STEP, HEAD_SIZE - 1)
+    slots = blocks.to(tl.int64) * BLOCK_SIZE + places % BLOCK_SIZE
+    prefetch(base + (slots * slot_stride)[:, None] + columns[None, :])
 
 
 @triton.jit

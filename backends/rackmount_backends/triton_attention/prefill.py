@@ -19,6 +19,7 @@ from rackmount_backends.triton_attention.online_softmax import (
     weigh,
 )
 from rackmount_backends.triton_attention.tiles import PrefillTiles, padded
+from rackmount_backends.triton_ops.operation import Launch
 from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
 
@@ -136,7 +137,7 @@ def list_tiles(
     return np.stack((owners, firsts), 1)[order].astype(np.int32)
 
 
-def prefill(
+def prefill_launch(
     out: Tensor,
     q: Tensor,
     cache: Tensor,
@@ -147,19 +148,36 @@ def prefill(
     *,
     block_size: int,
     tiles: PrefillTiles,
-) -> None:
-    """Writes out [T, H, D] for the tokens of the tiles `listed` (int32 [tiles, 2], by
+) -> Launch:
+    """What writes out [T, H, D] for the tokens of the tiles `listed` (int32 [tiles, 2], by
     `list_tiles`). q [T, H, D] has rows of D elements in a row."""
     assert q.stride(2) == 1 and cache.stride(2) == params.head_size and cache.stride(3) == 1
     keys, values = cache.unbind()
-    _prefill[(params.num_kv_heads, len(listed))](
-        out, q, keys, values,
-        listed, tables.query_start_loc, tables.seq_lens, tables.block_table,
-        scales.k if scales else None, scales.v if scales else None,
-        q.stride(0), q.stride(1), keys.stride(0), tables.block_table.stride(0),
-        SCALE=params.scale, SOFT_CAP=params.soft_cap, WINDOW=params.sliding_window,
-        GROUP=params.num_heads // params.num_kv_heads, HEAD_SIZE=params.head_size,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, BLOCK_D=padded(params.head_size),
-        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
-    )  # fmt: skip
+    given = {
+        "out_ptr": out,
+        "q_ptr": q,
+        "keys_ptr": keys,
+        "values_ptr": values,
+        "tiles_ptr": listed,
+        "query_start_ptr": tables.query_start_loc,
+        "seq_lens_ptr": tables.seq_lens,
+        "table_ptr": tables.block_table,
+        "k_scale_ptr": scales.k if scales else None,
+        "v_scale_ptr": scales.v if scales else None,
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "slot_stride": keys.stride(0),
+        "table_stride": tables.block_table.stride(0),
+        "SCALE": params.scale,
+        "SOFT_CAP": params.soft_cap,
+        "WINDOW": params.sliding_window,
+        "GROUP": params.num_heads // params.num_kv_heads,
+        "HEAD_SIZE": params.head_size,
+        "BLOCK_SIZE": block_size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": tiles.block_n,
+        "BLOCK_D": padded(params.head_size),
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }
+    return _prefill, (params.num_kv_heads, len(listed)), given

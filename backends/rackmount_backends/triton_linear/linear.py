@@ -14,12 +14,12 @@ from rackmount_backends.triton_linear import tuning
 from rackmount_backends.triton_linear.kernel import linear_kernel
 from rackmount_backends.triton_linear.tuning import Tiling
 from rackmount_backends.triton_ops.activation import silu_mul
-from rackmount_registry.device.ahead import AheadCompiler
+from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import EPILOGUES, Weight
 
-SIZES = ("M", "N", "K", "share", "x_stride", "residual_stride")
-"""Arguments that a compiled kernel does not depend on, as long as they are multiples of 16."""
+SIZES = ("N", "K", "x_stride", "residual_stride")
+"""Arguments of which a compiled kernel knows no more than whether they are multiples of 16."""
 
 Choose = Callable[[Tensor, str, int], Tiling | None]
 """`choose(weight, epilogue, bucket)`; see `tuning.choose`."""
@@ -60,14 +60,15 @@ class TritonLinear:
             for epilogue in ("none", *EPILOGUES)
         }
         prepared = Prepared(dense, arrivals, tilings)
-        if dense.device.type == "cuda":
-            for use in uses:
-                self._compile(prepared, "none" if use == "run" else use)
+        for use in uses:
+            self._compile(prepared, "none" if use == "run" else use)
         return prepared
 
     def _compile(self, prepared: Prepared, epilogue: str) -> None:
         """Kernels for any number of rows."""
         weight = prepared.weight
+        if epilogue == "silu_mul":  # on what cuBLAS makes
+            silu_mul.prepare(*weight.new_empty(1, len(weight)).chunk(2, -1))
         for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
             if tiling is None:
                 continue
@@ -76,10 +77,9 @@ class TritonLinear:
             out = weight.new_empty(rows, len(weight) // 2 if silu else len(weight))
             residual = out if epilogue == "add" else None
             _, arguments = plan(tiling, x, prepared, None, residual, out, silu)
-            fixed = [value for name, value in arguments.items() if name not in SIZES]
-            numbers = tuple(each for each in fixed if isinstance(each, int))
-            absent = tuple(each is None for each in fixed)
-            self._ahead.start(linear_kernel, (numbers, absent, weight.dtype), arguments)
+            aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
+            key = traits(linear_kernel, arguments | aligned)
+            self._ahead.start(linear_kernel, key, arguments)
 
     def run(self, x: Tensor, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_backends.triton_ops.launch import block_of, warps_for
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
 MANY_ROWS = 512
@@ -37,22 +38,25 @@ def silu_mul_kernel(
     tl.store(out + row * N + columns, product.to(out.dtype.element_ty), mask=inside)
 
 
-def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """See `ops.silu_mul`."""
+def _silu_mul(gate: Tensor, up: Tensor) -> tuple[Tensor, list[Launch]]:
     assert gate.stride(-1) == up.stride(-1) == 1 and gate.dtype == up.dtype
     rows, size = gate.shape
     out = torch.empty((rows, size), dtype=gate.dtype, device=gate.device)
     many = rows >= MANY_ROWS
     block = block_of(size, most=2048 if many else 1024)
-    silu_mul_kernel[(rows, triton.cdiv(size, block))](
-        gate,
-        up,
-        out,
-        gate.stride(0),
-        up.stride(0),
-        N=size,
-        BLOCK=block,
-        num_warps=warps_for(block, gate.element_size(), vectors=2 if many else 1),
+    given = {
+        "gate": gate,
+        "up": up,
+        "out": out,
+        "gate_stride": gate.stride(0),
+        "up_stride": up.stride(0),
+        "N": size,
+        "BLOCK": block,
+        "num_warps": warps_for(block, gate.element_size(), vectors=2 if many else 1),
         **launch_options(gate.device),
-    )
-    return out
+    }
+    return out, [(silu_mul_kernel, (rows, triton.cdiv(size, block)), given)]
+
+
+silu_mul = Operation(_silu_mul, by_row=2, rows=(1, MANY_ROWS))
+"""See `ops.silu_mul`."""

@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
 BLOCK = 1024
@@ -52,7 +53,7 @@ def build_batch_kernel(
         tl.store(ids + tokens, sampled, mask=awaited)
 
 
-def build_batch(
+def _build_batch(
     ids: Tensor,
     rows: Tensor,
     seq_lens: Tensor,
@@ -60,26 +61,30 @@ def build_batch(
     block_tables: Tensor,
     block_table: Tensor,
     block_size: int,
-) -> None:
-    """See `ops.build_batch`."""
+) -> tuple[None, list[Launch]]:
     assert all(t.is_contiguous() for t in (ids, rows, seq_lens, last_ids))
     assert block_tables.stride(1) == block_table.stride(1) == 1
     width = min(block_tables.shape[1], block_table.shape[1])
     num_copies = len(rows) * triton.cdiv(width, BLOCK)
-    build_batch_kernel[(num_copies + triton.cdiv(len(ids), BLOCK),)](
-        ids,
-        rows,
-        seq_lens,
-        last_ids,
-        block_tables,
-        block_table,
-        len(ids),
-        num_copies,
-        block_tables.stride(0),
-        block_table.stride(0),
-        WIDTH=width,
-        BLOCK_SIZE=block_size,
-        BLOCK=BLOCK,
-        num_warps=4,
+    given = {
+        "ids": ids,
+        "rows": rows,
+        "seq_lens": seq_lens,
+        "last_ids": last_ids,
+        "block_tables": block_tables,
+        "block_table": block_table,
+        "num_tokens": len(ids),
+        "num_copies": num_copies,
+        "tables_stride": block_tables.stride(0),
+        "table_stride": block_table.stride(0),
+        "WIDTH": width,
+        "BLOCK_SIZE": block_size,
+        "BLOCK": BLOCK,
+        "num_warps": 4,
         **launch_options(ids.device),
-    )
+    }
+    return None, [(build_batch_kernel, (num_copies + triton.cdiv(len(ids), BLOCK),), given)]
+
+
+build_batch = Operation(_build_batch)
+"""See `ops.build_batch`."""

@@ -7,6 +7,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_backends.triton_ops.launch import block_of, warps_for
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
 
@@ -35,22 +36,25 @@ def embedding_kernel(
     tl.store(out + token * N + columns, values, mask=inside)
 
 
-def embedding(ids: Tensor, weight: Tensor, first: int) -> Tensor:
-    """See `ops.embedding`."""
+def _embedding(ids: Tensor, weight: Tensor, first: int) -> tuple[Tensor, list[Launch]]:
     assert ids.is_contiguous() and weight.stride(1) == 1
     num_rows, size = weight.shape
     out = torch.empty((len(ids), size), dtype=weight.dtype, device=weight.device)
     block = block_of(size, most=2048)
-    embedding_kernel[(len(ids), triton.cdiv(size, block))](
-        ids,
-        weight,
-        out,
-        first,
-        num_rows,
-        weight.stride(0),
-        N=size,
-        BLOCK=block,
-        num_warps=warps_for(block, weight.element_size(), vectors=2),
+    given = {
+        "ids": ids,
+        "weight": weight,
+        "out": out,
+        "first": first,
+        "num_rows": num_rows,
+        "weight_stride": weight.stride(0),
+        "N": size,
+        "BLOCK": block,
+        "num_warps": warps_for(block, weight.element_size(), vectors=2),
         **launch_options(weight.device),
-    )
-    return out
+    }
+    return out, [(embedding_kernel, (len(ids), triton.cdiv(size, block)), given)]
+
+
+embedding = Operation(_embedding)
+"""See `ops.embedding`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_backends.triton_ops.launch import block_of, warps_for
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
 MANY_ROWS = 512
@@ -52,24 +53,22 @@ def norm_kernel(
     tl.store(out + row * N + columns, normed.to(values.dtype), mask=inside)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `ops.rms_norm`."""
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, list[Launch]]:
     assert x.stride(-1) == 1 and x.dtype == weight.dtype
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     # Up to two leading dimensions have strides of their own: tokens, and heads in a wider tensor.
     heads = x.flatten(0, -3) if x.dim() > 2 else x.reshape(-1, 1, x.shape[-1])
-    _launch(heads, None, weight, out, None, eps)
-    return out
+    return out, [_launch(heads, None, weight, out, None, eps)]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `ops.add_rms_norm`."""
+def _add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[tuple[Tensor, Tensor], list[Launch]]:
     assert x.stride(-1) == residual.stride(-1) == 1
     assert x.dtype == residual.dtype == weight.dtype
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
-    _launch(x.unsqueeze(1), residual, weight, out, total, eps)
-    return out, total
+    return (out, total), [_launch(x.unsqueeze(1), residual, weight, out, total, eps)]
 
 
 def _launch(
@@ -79,23 +78,30 @@ def _launch(
     out: Tensor,
     total: Tensor | None,
     eps: float,
-) -> None:
+) -> Launch:
     tokens, per_token, size = heads.shape
     rows, block = tokens * per_token, block_of(size)
-    norm_kernel[(rows,)](
-        heads,
-        residual,
-        weight,
-        out,
-        total,
-        heads.stride(0),
-        heads.stride(1),
-        residual.stride(0) if residual is not None else 0,
-        eps,
-        HEADS=per_token,
-        N=size,
-        BLOCK=block,
-        ADD=residual is not None,
-        num_warps=warps_for(block, heads.element_size(), vectors=4 if rows >= MANY_ROWS else 1),
+    given = {
+        "x": heads,
+        "residual": residual,
+        "weight": weight,
+        "out": out,
+        "total": total,
+        "x_stride": heads.stride(0),
+        "x_head_stride": heads.stride(1),
+        "residual_stride": residual.stride(0) if residual is not None else 0,
+        "eps": eps,
+        "HEADS": per_token,
+        "N": size,
+        "BLOCK": block,
+        "ADD": residual is not None,
+        "num_warps": warps_for(block, heads.element_size(), vectors=4 if rows >= MANY_ROWS else 1),
         **launch_options(heads.device),
-    )
+    }
+    return norm_kernel, (rows,), given
+
+
+rms_norm = Operation(_rms_norm, by_row=1, rows=(1, MANY_ROWS))
+"""See `ops.rms_norm`."""
+add_rms_norm = Operation(_add_rms_norm, by_row=2, rows=(1, MANY_ROWS))
+"""See `ops.add_rms_norm`."""

@@ -8,6 +8,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_backends.triton_ops.launch import LANES, block_of, warps_for
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
 MANY_TOKENS = 128
@@ -113,7 +114,7 @@ def rotary_write_kernel(
     k_head_stride,
     v_stride,
     v_head_stride,
-    values_stride,
+    values_stride: tl.int64,  # always, though a small cache needs no more than int32
     slot_stride,
     cache_head_stride,
     H: tl.constexpr,
@@ -162,7 +163,7 @@ def rotary_write_kernel(
             )  # fmt: skip
 
 
-def rotary_write(
+def _rotary_write(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -176,8 +177,7 @@ def rotary_write(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
-) -> Tensor:
-    """See `ops.rotary_write`."""
+) -> tuple[Tensor, list[Launch]]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache.stride(3) == 1
     small = (positions, slots, table, q_norm, k_norm, k_scale, v_scale)
     assert all(t is None or t.is_contiguous() for t in small)
@@ -190,39 +190,43 @@ def rotary_write(
     # With threads for half a head, the compiler reads angles and norms where they are needed;
     # with fewer it would pass them on through shared memory.
     warps = max(warps_for(elements, q.element_size(), vectors=4), block_of(size) // LANES)
-    rotary_write_kernel[(num_tokens, parts, 3)](
-        q,
-        k,
-        v,
-        out,
-        positions,
-        table,
-        q_norm,
-        k_norm,
-        cache,
-        slots,
-        k_scale,
-        v_scale,
-        eps,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        cache.stride(0),
-        cache.stride(1),
-        cache.stride(2),
-        H=heads,
-        G=groups,
-        D=size,
-        PAIRED=2 * table.shape[2] if table is not None else size,
-        INTERLEAVED=interleaved and table is not None,
-        PARTS=parts,
-        num_warps=min(warps, MAX_WARPS),
+    given = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "out": out,
+        "positions": positions,
+        "table": table,
+        "q_norm": q_norm,
+        "k_norm": k_norm,
+        "cache": cache,
+        "slots": slots,
+        "k_scale": k_scale,
+        "v_scale": v_scale,
+        "eps": eps,
+        "q_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
+        "values_stride": cache.stride(0),
+        "slot_stride": cache.stride(1),
+        "cache_head_stride": cache.stride(2),
+        "H": heads,
+        "G": groups,
+        "D": size,
+        "PAIRED": 2 * table.shape[2] if table is not None else size,
+        "INTERLEAVED": interleaved and table is not None,
+        "PARTS": parts,
+        "num_warps": min(warps, MAX_WARPS),
         **launch_options(q.device),
-    )
-    return out
+    }
+    return out, [(rotary_write_kernel, (num_tokens, parts, 3), given)]
+
+
+rotary_write = Operation(_rotary_write, by_row=3, rows=(1, MANY_TOKENS))
+"""See `ops.rotary_write`."""
 
 
 def parts_of(num_tokens: int, heads: int, groups: int, size: int) -> int:

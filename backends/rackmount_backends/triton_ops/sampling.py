@@ -26,6 +26,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_backends.triton_ops.launch import block_of
+from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_backends.triton_ops.race import (
     INF,
     LOG2_E,
@@ -192,35 +193,41 @@ LOW_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 """Bits at the end of a float32 that are 0 in all numbers of a dtype."""
 
 
-def sample(logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState) -> Tensor:
-    """See `ops.sample`."""
+def _sample(
+    logits: Tensor, rows: Tensor, positions: Tensor, state: SamplingState
+) -> tuple[Tensor, list[Launch]]:
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and rows.is_contiguous() and positions.is_contiguous()
     out = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     num_parts = triton.cdiv(size, PART)
-    maxima, bounds = torch.empty(
-        (2, num_rows, num_parts), dtype=torch.float32, device=logits.device
-    )
-    parts = torch.empty((num_rows, num_parts), dtype=torch.int32, device=logits.device)
-    given = (logits, rows, positions, state.draws, state.numbers, state.seeds, maxima, bounds)
-    options = {
+    maxima = torch.empty((num_rows, num_parts), dtype=torch.float32, device=logits.device)
+    shared = {
+        "logits": logits,
+        "rows": rows,
+        "positions": positions,
+        "draws": state.draws,
+        "numbers": state.numbers,
+        "seeds": state.seeds,
+        "maxima": maxima,
+        "bounds": torch.empty_like(maxima),
+        "stride": logits.stride(0),
         "V": size,
         "PART": PART,
         "PARTS": PARTS,
         "LIBDEVICE": logits.is_cuda,
         **launch_options(logits.device),
     }
-    survey_kernel[(triton.cdiv(num_parts, PARTS), num_rows)](
-        *given, logits.stride(0), num_warps=4, **options
-    )
-    choose_kernel[(num_rows,)](
-        *given,
-        parts,
-        out,
-        logits.stride(0),
-        WIDTH=block_of(num_parts),
-        LOW=LOW_BITS[logits.dtype],
-        num_warps=8,
-        **options,
-    )
-    return out
+    choosing = {
+        "parts": torch.empty_like(maxima, dtype=torch.int32),
+        "out": out,
+        "WIDTH": block_of(num_parts),
+        "LOW": LOW_BITS[logits.dtype],
+    }
+    return out, [
+        (survey_kernel, (triton.cdiv(num_parts, PARTS), num_rows), shared | {"num_warps": 4}),
+        (choose_kernel, (num_rows,), shared | choosing | {"num_warps": 8}),
+    ]
+
+
+sample = Operation(_sample)
+"""See `ops.sample`."""

@@ -22,6 +22,7 @@ from rackmount.report import (
     headline,
     kv_scales,
     size,
+    unmet_names,
 )
 from rackmount_registry.attention import FP8
 from rackmount_registry.errors import ConfigError, SelectionError
@@ -78,6 +79,7 @@ def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str
     own = dtype_name(rack.kv_dtype)
     others = ", ".join(f"{size(by_dtype[name])} in {name}" for name in by_dtype if name != own)
     yield f"KV per token: {size(by_dtype[own])} in {own} ({others})"
+    yield from unmet_names(rack)
     yield from kv_scales(rack)
     num_blocks, problem = _fitting_blocks(rack, memory)
     yield from [f"KV cache: {problem}"] if num_blocks is None else capacity(rack, num_blocks)
@@ -108,6 +110,7 @@ def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
         "max_model_len": rack.max_model_len,
         "block_size": rack.block_size,
         "weight_bytes": rack.draft.weight_bytes,
+        "unmet_names": rack.draft.unmet(),
         "kv_bytes_per_token": _kv_bytes_per_token(rack),
         "memory_bytes": memory,
         "num_kv_blocks": num_blocks,

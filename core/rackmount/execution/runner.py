@@ -1,12 +1,13 @@
 """The model over its KV cache: from a flat batch to hidden states."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.execution.batch import FlatBatch, PersistentBatch
+from rackmount.execution.batch import FlatBatch, PersistentBatch, padding_step
 from rackmount.execution.buffers import StepBuffers, StepTensors
 from rackmount.execution.step import PagedStep, Part
 from rackmount.rack import Rack
@@ -20,8 +21,9 @@ from rackmount_registry.attention import (
 from rackmount_registry.descriptors import AttentionBackend as BackendDescriptor
 from rackmount_registry.mount import Mounted
 from rackmount_registry.offers import Offer
-from rackmount_registry.ops import Ops
+from rackmount_registry.ops import Ops, prepare
 from rackmount_registry.options import instantiate
+from rackmount_registry.sampling import SamplingState
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From logits [S, vocabulary], rows and positions [S] to token ids int32 [S]."""
@@ -56,6 +58,19 @@ class Runner:
         if choice.decode is choice.prefill:
             return prefill, prefill
         return prefill, cast(AttentionBackend, instantiate(choice.decode, rack.options, context))
+
+    def prepare(self, state: SamplingState) -> None:
+        """Tells the operations of the step how they will be called (see `ops.prepare`): with logits
+        as the model gives them, and as they are processed."""
+        flat = padding_step(np.ones(1, int), self._batch.padding_row)
+        tensors = self.buffers.load(flat)
+        prepare(self.ops.build_batch, *self._build_arguments(tensors))
+        given, processed = self.rack.dtype, torch.promote_types(self.rack.dtype, torch.float32)
+        for dtype in {given, processed}:
+            logits = torch.empty(
+                1, self.rack.draft.vocab_size, dtype=dtype, device=self.rack.device
+            )
+            prepare(self.ops.sample, logits, tensors.sample_rows, tensors.sample_positions, state)
 
     def carve(self, num_kv_blocks: int) -> int:
         """Takes the memory of a pool of so many blocks, in place of any before, and gives its
@@ -142,7 +157,11 @@ class Runner:
 
     def build(self, tensors: StepTensors) -> None:
         """What the device adds to a step that was loaded. May be captured."""
-        self.ops.build_batch(
+        self.ops.build_batch(*self._build_arguments(tensors))
+
+    def _build_arguments(self, tensors: StepTensors) -> tuple[Any, ...]:
+        """Of `ops.build_batch`."""
+        return (
             tensors.token_ids,
             tensors.rows,
             tensors.seq_lens,

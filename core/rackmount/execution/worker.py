@@ -51,11 +51,6 @@ class Worker:
         self.mounted = assemble(
             rack.draft, parts, step, device=rack.device, max_positions=rack.max_model_len
         )
-        self.weight_bytes_read = 0
-        if config.load_format == "dummy":
-            fill_randomly(self.mounted, config.seed)
-        else:
-            self.weight_bytes_read = fill(self.mounted, checkpoint, report)
         self.batch = PersistentBatch(
             max_num_seqs=config.max_num_seqs,
             max_model_len=rack.max_model_len,
@@ -69,6 +64,12 @@ class Worker:
         self._sampler = Sampler(table, parts.ops)
         self._grammars = grammars
         self._runner = Runner(rack, self.mounted, step, parts.ops, self.batch)
+        self._runner.prepare(table.state)
+        self.weight_bytes_read = 0
+        if config.load_format == "dummy":
+            fill_randomly(self.mounted, config.seed)
+        else:
+            self.weight_bytes_read = fill(self.mounted, checkpoint, report)
         self._decode_graphs: DecodeGraphs | None = None
         self._mixed_graphs: MixedGraphs | None = None
         self._unsettled: deque[PendingStep] = deque(maxlen=MAX_IN_FLIGHT)

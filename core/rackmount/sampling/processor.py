@@ -37,12 +37,10 @@ class LogitProcessor(ABC):
         old = self._values[row]
         if values is old:
             return
-        if np.array_equal(values, self._neutral):
-            values = self._neutral
+        self._values[row] = values
         if not np.array_equal(values, old):
             self._changed.add(row)
-        self._values[row] = values
-        self.asked[row] = values is not self._neutral
+            self.asked[row] = not np.array_equal(values, self._neutral)
 
     def release(self, row: int) -> None:
         """The row asks for nothing."""
@@ -56,6 +54,6 @@ class LogitProcessor(ABC):
         packed = np.empty((len(rows), 1 + self._neutral.size), np.int32)
         packed[:, 0] = rows
         np.stack([self._values[row] for row in rows], out=packed[:, 1:])
-        self._changed.clear()
         given = upload(packed, self.on_device.device)
         self.on_device[given[:, 0]] = given[:, 1:]
+        self._changed.clear()  # last: what broke before is made up for

@@ -99,12 +99,12 @@ class SamplingTable:
             packed[at, :2] = row, draw
             packed[at, 2:3] = np.array([seed], np.uint64).view(np.int64)
             numbers[at] = four
-        self._changed.clear()
         given = upload(packed, self.device)
         rows = given[:, 0]
         self.state.draws[rows] = given[:, 1].to(torch.int8)
         self.state.seeds[rows] = given[:, 2]
         self.state.numbers[rows] = given[:, 3:].view(torch.float64)
+        self._changed.clear()  # last: what broke before is made up for
 
     def _draw(self, params: SamplingParams) -> tuple[Draw, Numbers]:
         """What `state` holds of a request's parameters."""

@@ -1,13 +1,15 @@
 """Kernels that are compiled in threads while others are, or while weights still load.
 
-Without Triton's cache a model's products take some thirty kernels of half a second each; the
-compiler leaves Python's lock alone for most of that.
+Without Triton's cache an engine compiles some fifty kernels of half a second to four each, and for
+every list of arguments the C function that launches them, by a C compiler. Python's lock is held
+for a seventh of that: processes of their own would take longer to import torch than they saved.
 """
 
 import os
 from collections.abc import Callable, Hashable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -17,33 +19,52 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class AheadCompiler:
-    """Compiles a kernel once for each key. Threads are there from the first one to `wait`."""
+    """Compiles a kernel once for each key. Threads are there from the first one to `wait`. Engines
+    in threads of their own may share one."""
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._started: dict[Hashable, Future[Any]] = {}
 
     def start(self, kernel: JITFunction, key: Hashable, arguments: dict[str, Any]) -> None:
         """Begins to compile `kernel` as a launch with these arguments would, on the device that is
         current now, unless that was begun already."""
-        if key in self._started:
-            return
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                len(os.sched_getaffinity(0)), initializer=_enter_device()
-            )
-        self._started[key] = self._pool.submit(kernel.warmup, grid=(1,), **arguments)
+        with self._lock:
+            if key in self._started:
+                return
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(
+                    len(os.sched_getaffinity(0)), initializer=_enter_device()
+                )
+            self._started[key] = self._pool.submit(_make, kernel, arguments)
 
     def wait(self) -> None:
-        """Until all is compiled; raises what the compiler raised."""
+        """Until all is compiled; raises what the compiler raised. What failed is forgotten: who
+        asks next does not get another's error."""
         if self._pool is None:
             return
-        pool, self._pool = self._pool, None
+        with self._lock:
+            pool, self._pool = self._pool, None
+            started = dict(self._started)
         try:
-            for future in list(self._started.values()):
-                future.result()
+            for future in started.values():
+                if not future.cancelled():
+                    future.result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            if pool is not None:
+                pool.shutdown(cancel_futures=True)
+            with self._lock:
+                for key, future in started.items():
+                    if future.done() and (future.cancelled() or future.exception()):
+                        self._started.pop(key, None)
+
+
+def _make(kernel: JITFunction, arguments: dict[str, Any]) -> None:
+    """All that the first launch would do before it launches."""
+    compiled = kernel.warmup(grid=(1,), **arguments)
+    if compiled is not None:  # what is interpreted is not compiled
+        _ = compiled.run  # builds what launches it, and loads both
 
 
 def traits(kernel: JITFunction, arguments: Mapping[str, Any]) -> Hashable:

@@ -2,16 +2,27 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rackmount_registry.attention import AttentionParams, CacheSpec, KVScales
+from rackmount_registry.attention import (
+    CACHE_LAYOUTS,
+    FP8,
+    AttentionParams,
+    CacheSpec,
+    KVScales,
+)
 from rackmount_registry.axes import Axis, Cut
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.nn.rotary import Rotary
 from rackmount_registry.nn.socket import Binding, Socket, Survey
 from rackmount_registry.nn.storage import Storage, vector
+from rackmount_registry.ops import prepare
+
+EXAMPLE_SLOTS = 16
+"""In a real cache, too, keys are apart from values by a multiple of it."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +110,7 @@ class Attention(Socket):
 
     def bind(self, binding: Binding) -> None:
         self.ops, self.step = binding.ops, binding.step
+        self.dtype, self.device = binding.dtype, binding.device
         self.table = binding.rope_table(self.rope) if self.rope else None
 
     def storages(self) -> Iterator[Storage]:
@@ -109,13 +121,27 @@ class Attention(Socket):
     def answers_for(self) -> Iterator[str]:
         return iter(self.answered)
 
+    def finish(self) -> None:
+        stored = self.dtype if self.kv_scales is None else FP8
+        shape = CACHE_LAYOUTS["slots"].shape(self.cache_spec(stored), EXAMPLE_SLOTS)
+        cache = torch.empty(shape, dtype=stored, device=self.device)
+        q = cache.new_empty((1, self.params.num_heads, self.params.head_size), dtype=self.dtype)
+        k = q[:, : self.params.num_kv_heads]
+        prepare(self.ops.rotary_write, *self._write_arguments(q, k, k, cache, self.step.slots))
+
     def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
         """See `rackmount_registry.attention.AttentionLayer`."""
+        return self.ops.rotary_write(*self._write_arguments(q, k, v, cache, slots))
+
+    def _write_arguments(
+        self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor
+    ) -> tuple[Any, ...]:
+        """Of `ops.rotary_write`."""
         q_norm, k_norm = (
             (self.norms.q_norm.tensor, self.norms.k_norm.tensor) if self.norms else (None, None)
         )
         scales = self.kv_scales
-        return self.ops.rotary_write(
+        return (
             q,
             k,
             v,

@@ -10,6 +10,7 @@ from rackmount_registry.formats import DENSE
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, Storage, StoredWeight
+from rackmount_registry.ops import prepare
 
 
 class Embedding(Socket):
@@ -35,10 +36,17 @@ class Embedding(Socket):
     def storages(self) -> Iterator[Storage]:
         yield from self.table.storages.values()
 
+    def finish(self) -> None:
+        weight = self._weight
+        ids = torch.zeros(1, dtype=torch.int32, device=weight.device)
+        prepare(self.ops.embedding, ids, weight, self.first)
+
+    @property
+    def _weight(self) -> Tensor:
+        return self.table.storages["weight"].tensor
+
     def forward(self, ids: Tensor) -> Tensor:
-        return self.reduced(
-            self.ops.embedding(ids, self.table.storages["weight"].tensor, self.first)
-        )
+        return self.reduced(self.ops.embedding(ids, self._weight, self.first))
 
 
 class OutputHead(Socket):

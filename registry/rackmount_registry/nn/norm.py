@@ -8,6 +8,7 @@ from rackmount_registry.formats import Rounded
 from rackmount_registry.nn.linear import Gemm
 from rackmount_registry.nn.socket import Binding, Socket, Survey
 from rackmount_registry.nn.storage import Storage, vector
+from rackmount_registry.ops import prepare
 
 
 class Norm(Socket):
@@ -31,6 +32,12 @@ class Norm(Socket):
 
     def storages(self) -> Iterator[Storage]:
         yield self.scale
+
+    def finish(self) -> None:
+        weight = self.scale.tensor
+        x = weight.unsqueeze(0)  # as a token's features are
+        prepare(self.ops.rms_norm, x, weight, self.eps)
+        prepare(self.ops.add_rms_norm, x, x, weight, self.eps)
 
     def forward(self, x: Tensor) -> Tensor | Rounded:
         return self.of(x, self.reader)
