@@ -47,7 +47,11 @@ def rows_of(group_size: int) -> list[Row]:
         *(
             Row(
                 name=f"{how} g{group_size}" if how.startswith("int4") else how,
-                calibration={"weights": how, "kv_scales": "none", "group_size": group_size},
+                calibration={
+                    "weights": how,
+                    "kv_scales": "none",
+                    "group_size": group_size if how.startswith("int4") else None,
+                },
             )
             for how in weights
         ),

@@ -16,7 +16,7 @@ class TritonExpertsOptions:
 
     tuned: str | None = None
     """File that `rackmount bench kernels --tune` wrote on this GPU: its tilings go before those
-    that come along."""
+    that come along. Layers of a shape that it lacks are refused."""
 
     def __post_init__(self) -> None:
         self.table()

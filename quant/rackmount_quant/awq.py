@@ -5,7 +5,7 @@ its fields, from the lowest, are rows 0, 2, 4, 6, 1, 3, 5, 7. `NAME.scales` is [
 weight (value - zero) * scale. See `awq/modules/linear/gemm.py` of casper-hansen/AutoAWQ.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 
 import torch
@@ -76,6 +76,10 @@ class AwqScheme:
                 f"columns in multiples of group_size={self._group}"
             )
         return awq_format(self._group, zero_point=self._zero_point)
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Entries of the list of exclusions that mean none of `modules`."""
+        return self._plain.unmet(modules)
 
 
 def awq_format(group: int, *, zero_point: bool = True) -> StoredFormat:

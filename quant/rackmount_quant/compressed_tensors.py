@@ -4,7 +4,7 @@ See `compressed_tensors/quantization` of vllm-project/compressed-tensors. Its ow
 keys and kinds of act-order that published checkpoints have, so this one reads them for itself.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from rackmount_quant.compressed_arguments import STORED_AS, read_inputs, read_weights
@@ -17,6 +17,9 @@ from rackmount_registry.formats import Role, StoredFormat
 HARMLESS = frozenset({"global_compression_ratio", "quantization_status", "quant_method", "version"})
 """Who saved the checkpoint, and how small it became."""
 
+LINEAR = "Linear"
+"""The class that all weights are of: the one target that is no name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
@@ -25,7 +28,7 @@ class Group:
     exact: Names
     patterns: Names
     linear: bool
-    """Targets the class Linear, which all weights are of."""
+    """Targets the class `LINEAR`."""
     stored: Callable[[int], StoredFormat] | None
     """Columns of a whole weight -> its format; None: plain."""
     group_size: int
@@ -76,6 +79,11 @@ class CompressedTensorsScheme:
             )
         return group.stored(shape[1])
 
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Entries of `ignore` and `targets` that mean none of `modules`."""
+        targets = [names for group in self._groups for names in (group.exact, group.patterns)]
+        return [entry for names in (self._ignored, *targets) for entry in names.unmet(modules)]
+
     def _find(self, name: str) -> Group | None:
         for targets in (
             lambda group: name in group.exact,
@@ -115,9 +123,9 @@ def _read_group(groups: ConfigReader, name: str, form: str) -> Group:
         raise group.error("input_activations", "round the input of weights that are not quantized")
     group.require_all_read(frozenset({"format"}))
     return Group(
-        exact=Names(target for target in targets if not target.startswith("re:")),
+        exact=Names(t for t in targets if t != LINEAR and not t.startswith("re:")),
         patterns=read_names(group, "targets", kind=_patterns),
-        linear="Linear" in targets,
+        linear=LINEAR in targets,
         stored=stored,
         group_size=size,
     )

@@ -11,6 +11,8 @@ Values are multiplied by their scale, whatever its name. The scale of inputs is 
 `activation_scheme` is "static". Block scales may be powers of two, stored as float8_e8m0fnu.
 """
 
+from collections.abc import Collection
+
 from rackmount_quant.eight_bits import FP8_ONLINE, fp8_blocks, fp8_rows
 from rackmount_quant.names import Names, read_names
 from rackmount_quant.settings import choice, kv_cache_scheme
@@ -48,6 +50,10 @@ class Fp8Scheme:
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
         """The one format, but None for routers, heads and what is ignored."""
         return None if role in ("router", "head") or name in self._plain else self._stored
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Entries of the list of exclusions that mean none of `modules`."""
+        return self._plain.unmet(modules)
 
 
 def _read_format(config: ConfigReader) -> StoredFormat:

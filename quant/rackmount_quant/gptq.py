@@ -3,12 +3,13 @@
 `NAME.qweight` int32 [in * bits / 32, out] holds columns of the weight one after another, from the
 lowest bits on; `NAME.qzeros` int32 [groups, out * bits / 32] rows likewise, each zero point less
 one in the checkpoint format "gptq", as it is in "gptq_v2"; `NAME.scales` is [groups, out] and
-`NAME.g_idx` int32 [in] the group of each column. A weight is (value - zero) * scale. See
-`gptqmodel/nn_modules/qlinear` of ModelCloud/GPTQModel.
+`NAME.g_idx` int32 [in] the group of each column. A weight is (value - zero) * scale. AutoGPTQ
+stores a `NAME.bias` of zeros where the model has none. See `gptqmodel/nn_modules/qlinear` of
+ModelCloud/GPTQModel.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -95,24 +96,26 @@ class GptqScheme:
         self._dynamic = self._read_dynamic(config)
         config.require_all_read(HARMLESS)
 
-    def _read_dynamic(self, config: ConfigReader) -> list[tuple[re.Pattern[str], Layout | None]]:
-        """Pattern -> layout, None for plain."""
+    def _read_dynamic(
+        self, config: ConfigReader
+    ) -> dict[str, tuple[re.Pattern[str], Layout | None]]:
+        """Entry -> its pattern, and the layout, None for plain."""
         rules = nested(config, "dynamic")
-        found = []
-        for pattern in config.get("dynamic") or {}:
+        found: dict[str, tuple[re.Pattern[str], Layout | None]] = {}
+        for entry in config.get("dynamic") or {}:
             assert rules is not None
-            sign, colon, rest = pattern.partition(":")
+            sign, colon, rest = entry.partition(":")
             signed = colon and sign in ("+", "-")
             try:
-                compiled = re.compile(rest if signed else pattern)
+                pattern = re.compile(rest if signed else entry)
             except re.error as error:
                 raise config.error("dynamic", f"has a broken pattern: {error}") from error
-            override = rules.sub(pattern)
+            override = rules.sub(entry)
             layout = self._layout
             if override is not None:
                 layout = Layout.read(override, layout)
                 override.require_all_read(HARMLESS)
-            found.append((compiled, None if signed and sign == "-" else layout))
+            found[entry] = pattern, None if signed and sign == "-" else layout
         return found
 
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
@@ -122,11 +125,18 @@ class GptqScheme:
         if role != "head" and self._only is not None and name not in self._only:
             return None
         layout: Layout | None = self._layout
-        for pattern, changed in self._dynamic:
+        for pattern, changed in self._dynamic.values():
             if passes(pattern.match, name):
                 layout = changed
                 break
         return None if layout is None else gptq_format(layout, shape[1])
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Patterns of `dynamic`, and names of what alone is quantized, that mean none of
+        `modules`."""
+        patterns = {entry: pattern.match for entry, (pattern, _) in self._dynamic.items()}
+        only = self._only.unmet(modules) if self._only is not None else []
+        return Names(tests=patterns).unmet(modules) + only
 
 
 def _read_modules(config: ConfigReader) -> Names | None:
@@ -162,6 +172,7 @@ def gptq_format(layout: Layout, in_features: int) -> StoredFormat:
             Slot("qzeros", (groups, Dim("out", per)), "int32"),
             Slot("scales", (groups, Dim("out")), "float32"),
             Slot("g_idx", (Dim("part"), Dim("in")), "int32", optional=not spread),
+            Slot("bias", (Dim("out"),), "float32", optional=True),
         ),
         f"int{layout.bits}_groups",
         partial(_finish, layout, spread),
@@ -177,6 +188,11 @@ def _finish(
     in_features: int,
 ) -> Weight:
     bits, groups = layout.bits, tensors.get("g_idx")
+    if (bias := tensors.get("bias")) is not None and (others := int(bias.count_nonzero())):
+        raise CheckpointError(
+            f"bias must be 0, as the model has none here, and {others} of {bias.numel()} values "
+            "are not"
+        )
     if groups is not None and not spread:
         _require_order(groups, in_features if layout.group == -1 else layout.group)
         groups = None

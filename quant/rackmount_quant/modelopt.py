@@ -10,7 +10,7 @@
 hf_quant_config.json does, in `quantization`, with `exclude_modules` and `kv_cache_quant_algo`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from rackmount_quant.eight_bits import fp8_blocks, fp8_rows
 from rackmount_quant.names import read_names, wildcards
@@ -52,3 +52,7 @@ class ModelOptScheme:
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
         """The one format, but None for routers, heads and what is excluded."""
         return None if role in ("router", "head") or name in self._plain else self._stored
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Entries of the list of exclusions that mean none of `modules`."""
+        return self._plain.unmet(modules)

@@ -6,8 +6,9 @@ any of these.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import translate
+from types import MappingProxyType
 
 from rackmount_registry.config import ConfigReader
 
@@ -31,30 +32,49 @@ class Names:
     Args:
         plain: runs of whole components, "lm_head" or "mlp.gate" or "model.layers.0": each means
             all weights in whose name it stands.
-        tests: patterns. One that a fused name passes means the parts, unless one of these passes
-            by itself: `.*v_proj` means v_proj, though `qkv_proj` ends so as well.
+        tests: entry -> its pattern. One that a fused name passes means the parts, unless one of
+            these passes by itself: `.*v_proj` means v_proj, though `qkv_proj` ends so as well.
     """
 
-    def __init__(self, plain: Iterable[str] = (), tests: Iterable[Test] = ()) -> None:
+    def __init__(
+        self, plain: Iterable[str] = (), tests: Mapping[str, Test] = MappingProxyType({})
+    ) -> None:
         self._plain = frozenset(plain)
         self._firsts = frozenset(entry.partition(".")[0] for entry in self._plain)
-        self._tests = tuple(tests)
+        self._tests = tests
 
     def __contains__(self, name: str) -> bool:
-        for spelling in _spellings(name):
-            if self._lists(spelling) or any(self._lists(fused) for fused, _ in _fused(spelling)):
-                return True
-        return any(passes(test, name) for test in self._tests)
-
-    def _lists(self, name: str) -> bool:
-        """Whether a run of the name's components is listed; a model may have 50,000 names."""
-        components = name.split(".")
-        return any(
-            ".".join(components[start:stop]) in self._plain
-            for start, first in enumerate(components)
-            if first in self._firsts
-            for stop in range(start + 1, len(components) + 1)
+        return any(True for _ in self._plain_for(name)) or any(
+            passes(test, name) for test in self._tests.values()
         )
+
+    def unmet(self, names: Iterable[str]) -> list[str]:
+        """Entries that mean none of `names`, sorted."""
+        left = self._plain | self._tests.keys()
+        for name in names:
+            if not left:
+                break
+            tests = left & self._tests.keys()
+            left -= {entry for entry in tests if passes(self._tests[entry], name)}
+            left -= set(self._plain_for(name))
+        return sorted(left)
+
+    def _plain_for(self, name: str) -> Iterator[str]:
+        """Plain entries that mean it, by any of its spellings."""
+        for spelling in _spellings(name):
+            yield from self._listed(spelling)
+            for fused, _ in _fused(spelling):
+                yield from self._listed(fused)
+
+    def _listed(self, name: str) -> Iterator[str]:
+        """Runs of the name's components that are listed; a model may have 50,000 names."""
+        components = name.split(".")
+        for start, first in enumerate(components):
+            if first not in self._firsts:
+                continue
+            for stop in range(start + 1, len(components) + 1):
+                if (run := ".".join(components[start:stop])) in self._plain:
+                    yield run
 
 
 def passes(test: Test, name: str) -> bool:
@@ -76,21 +96,21 @@ def listed(entries: Iterable[str]) -> Names:
         re.error: a broken regular expression.
     """
     entries = list(entries)
-    patterns = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
     plain = (entry for entry in entries if not entry.startswith("re:"))
-    return Names(plain, [pattern.match for pattern in patterns])
+    patterns = (entry for entry in entries if entry.startswith("re:"))
+    return Names(plain, {entry: re.compile(entry[3:]).match for entry in patterns})
 
 
 def substrings(entries: Iterable[str]) -> Names:
     """Names as AutoAWQ lists them: anything that stands in a weight's name."""
-    return Names(tests=[_contains(entry) for entry in entries])
+    return Names(tests={entry: _contains(entry) for entry in entries})
 
 
 def wildcards(entries: Iterable[str]) -> Names:
     """Names as ModelOpt lists them: patterns of the shell for whole names, or plain."""
     entries = list(entries)
-    patterns = [re.compile(translate(entry)) for entry in entries if set(entry) & set("*?[")]
-    return Names(entries, [pattern.match for pattern in patterns])
+    patterns = (entry for entry in entries if set(entry) & set("*?["))
+    return Names(entries, {entry: re.compile(translate(entry)).match for entry in patterns})
 
 
 def read_names(

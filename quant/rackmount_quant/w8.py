@@ -5,7 +5,7 @@
 quantized.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -69,3 +69,7 @@ class W8Scheme:
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:
         """Int8 rows, but None for routers, heads and what is ignored."""
         return None if role in ("router", "head") or name in self._ignored else INT8_ROWS
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Entries of `ignore` that mean none of `modules`."""
+        return self._ignored.unmet(modules)

@@ -149,8 +149,8 @@ class TunableExperts(ExpertKernel, Protocol):
         seconds: float,
         say: Callable[[str], None],
     ) -> None:
-        """Searches on this GPU, for about so long, for what is fastest, and adds it to the table in
-        `file`; tells how it goes.
+        """Searches on this GPU, for about so long beside compiling, for what is fastest, and adds
+        it to the table in `file`; tells how it goes.
 
         Args:
             bundles: layers of one shape, which together outgrow the L2 cache.
@@ -158,7 +158,8 @@ class TunableExperts(ExpertKernel, Protocol):
 
         Raises:
             ConfigError: a number of tokens for which a table has no place; a file that holds
-                something else, or cannot be written.
+                something else, was measured on another GPU or with other versions, or cannot be
+                written.
         """
 
 

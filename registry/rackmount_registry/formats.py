@@ -211,6 +211,7 @@ class StoredFormat:
 
     name: str
     slots: tuple[Slot, ...]
+    """One called "bias" is there only where the model has no bias of its own."""
     yields: str
     """Name of the weight format that `finish` gives: known before any tensor is read."""
     finish: Callable[[Mapping[str, Tensor], tuple[int, ...], int], Weight] = field(compare=False)
@@ -254,6 +255,10 @@ class QuantizationScheme(Protocol):
         """The format of the weight `name` (without ".weight") of whole shape [out, in]; None for
         dense."""
 
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        """Optional: entries of its lists that mean none of the model's `modules`. A slip, or a
+        list for several models: reports name them."""
+
 
 EPILOGUES = ("silu_mul", "add")
 """Names of `LinearKernel`'s optional methods: `run_` and one of these."""
@@ -287,11 +292,19 @@ class LinearKernel(Protocol):
     kernel start: kernels after a product rely on all before it being complete.
     """
 
-    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Any:
+    def prepare(
+        self,
+        weight: Weight,
+        uses: Collection[str] = (),
+        dtype: torch.dtype | None = None,
+        bias: bool = False,
+    ) -> Any:
         """Repacks once, after loading; what it returns is handed to every `run`.
 
         `uses` are the methods that will be called, "run" or an epilogue's name, as far as that is
-        known: what must be compiled for them may be compiled from here on.
+        known, with x in `dtype`, and with a bias or without: what must be compiled for them may be
+        compiled from here on. The mount leaves out `dtype` and `bias` where a kernel's `prepare`
+        does not name them.
         """
 
     def run(self, x: Tensor | Rounded, prepared: Any, bias: Tensor | None) -> Tensor:

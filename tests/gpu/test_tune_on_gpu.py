@@ -1,5 +1,7 @@
 """The search for plans on a GPU: what it finds is right, and found again."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,3 +37,33 @@ def test_plans_that_were_found_are_used_and_right(name: str, tmp_path: Path) -> 
     assert [prepared.plans[index] for index in (0, 4, 6)] == [row[count] for count in counts]
     for count in (1, 9, 16, 33, 64):
         check(prepared, layer, count, torch.bfloat16)
+
+
+BROKEN = """
+import torch
+from rackmount_moe.triton_experts.timing import Timed
+
+timed, values = Timed([], {}), torch.zeros(4, device="cuda")
+try:
+    torch.empty(1 << 45, device="cuda")
+except torch.cuda.OutOfMemoryError:
+    timed.check_context()
+print("survived")
+values[torch.tensor([1 << 20], device="cuda")]
+try:
+    timed.check_context()
+except RuntimeError:
+    print("told")
+try:
+    timed.check_context()
+except RuntimeError:
+    print("told again")
+"""
+
+
+def test_a_broken_context_is_told_from_an_error_that_it_survives() -> None:
+    """In a process of its own: nothing runs there after it."""
+    done = subprocess.run(
+        [sys.executable, "-u", "-c", BROKEN], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n")[:3] == ["survived", "told", "told again"], done.stderr

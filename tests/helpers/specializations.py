@@ -1,11 +1,13 @@
 """What Triton would compile, found without a GPU and without compiling. Run as a program, in a
-process of its own: the tests' own interprets kernels.
+process of its own: the tests' own interprets kernels. `find` does it.
 
-Usage: python -m tests.helpers.specializations experts|router CASE: prints a JSON object with two
-lists of what kernels are specialized for, "ahead" of the first launch and "launched".
+Usage: python -m tests.helpers.specializations experts|linear|router CASE: prints a JSON object with
+two lists of what kernels are specialized for, "ahead" of the first launch and "launched".
 """
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 from tests.helpers.experts import expert_bundle, expert_tokens
 from tests.helpers.routing import ROUTINGS, fresh_state, random_bias
+from tests.helpers.weights import fp8_blocks, fp8_rows, int8_rows, int_groups
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
@@ -24,12 +27,45 @@ from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.packing import Packed
 from rackmount_moe.triton_experts.table import Plan
 from rackmount_moe.triton_router.router import Gate
+from rackmount_quant.kernels import tuning as quant_tuning
+from rackmount_quant.kernels.fp8 import Fp8Linear
+from rackmount_quant.kernels.grouped import GroupedLinear
+from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_registry.experts import ExpertUse
 
 Found = dict[str, list[str]]
 """In the order of asking, as often as was asked."""
 HIDDEN, WIDTH, TOP_K = 64, 48, 3
+WEIGHTS = {
+    "int4 groups": (lambda n: int_groups(4, n, 256, 64), GroupedLinear),
+    "int4 groups with zeros": (lambda n: int_groups(4, n, 200, 32, zeros=True), GroupedLinear),
+    "int8 rows": (lambda n: int8_rows(n, 272), Int8Linear),
+    "fp8 rows": (lambda n: fp8_rows(n, 144), Fp8Linear),
+    "fp8 blocks": (lambda n: fp8_blocks((n,), 256), Fp8Linear),
+}
+"""Case -> a weight of so many rows, and the kernel that takes it."""
+NUM_SMS = 132
 TOKENS = (*range(1, 70), *(n + d for n in (128, 256, 512, 1024, 2048, 8192) for d in (-1, 0, 1)))
+
+
+def find(*asked: str) -> Found:
+    """In a process where kernels are not interpreted."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.specializations", *asked],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: Found = json.loads(done.stdout)
+    return found
+
+
+def names_of(found: list[str]) -> set[str]:
+    """Kernels, by their names without "_kernel"."""
+    return {each.split(" ")[0].rpartition(".")[2].removesuffix("_kernel") for each in found}
 
 
 class Hopper:
@@ -81,6 +117,26 @@ def experts(case: str) -> Found:
     return found
 
 
+def linear(case: str) -> Found:
+    """Two layers of each kind, with widths and biases of two kinds; `case` names one of
+    `WEIGHTS`."""
+    make, kernel = WEIGHTS[case]
+    part = kernel(lambda packed, epilogue, bucket: quant_tuning.rule(packed, bucket, NUM_SMS))
+    layers = [(make(n), bias) for n, bias in 2 * [(WIDTH, True), (40, True), (40, False)]]
+    uses = ("run", "silu_mul", "add")
+    with recorded() as found:
+        for weight, biased in layers:
+            prepared = part.prepare(weight, uses, dtype=torch.float16, bias=biased)
+            n, k = weight.out_features, weight.in_features
+            bias = torch.randn(n, dtype=torch.float16) if biased else None
+            for count in range(1, quant_tuning.RULED_ROWS + 1):
+                x, residual = (torch.randn(count, size, dtype=torch.float16) for size in (k, n))
+                part.run(x, prepared, bias)
+                part.run_silu_mul(x, prepared, bias)
+                part.run_add(x, prepared, bias, residual)
+    return found
+
+
 def router(case: str) -> Found:
     """Two layers; `case` names one of `ROUTINGS`."""
     count, routing, biased = ROUTINGS[case]
@@ -95,5 +151,5 @@ def router(case: str) -> Found:
 
 
 if __name__ == "__main__":
-    found = {"experts": experts, "router": router}[sys.argv[1]](sys.argv[2])
+    found = {"experts": experts, "linear": linear, "router": router}[sys.argv[1]](sys.argv[2])
     print(json.dumps(found))

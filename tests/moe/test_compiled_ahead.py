@@ -1,26 +1,7 @@
 """What is compiled before the first step is what steps launch, by Triton's own account."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
-from tests.helpers.specializations import Found
-
-
-def find(*asked: str) -> Found:
-    """In a process where kernels are not interpreted."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.specializations", *asked],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+from tests.helpers.specializations import find, names_of
 
 
 @pytest.mark.parametrize(
@@ -44,5 +25,4 @@ def test_steps_launch_what_was_compiled_ahead_and_no_more(
     found = find(*asked)
     assert set(found["launched"]) == set(found["ahead"])
     assert len(set(found["ahead"])) == len(found["ahead"])
-    names = {each.split(" ")[0].rpartition(".")[2] for each in found["launched"]}
-    assert names == {f"{kernel}_kernel" for kernel in kernels}
+    assert names_of(found["launched"]) == kernels

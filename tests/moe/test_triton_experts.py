@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor
 from rackmount_moe.triton_experts import align, combine, experts, launches, product, vector
 from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.table import Plan, Tiling
-from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_registry.device.ahead import AheadCompiler
+from rackmount_registry.experts import ExpertBundle, ExpertInput, ExpertUse
 
 NUM_EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 72, 40, 2
 HALF = 1e-3
@@ -136,3 +138,20 @@ def test_kernels_wait_before_the_next_one_may_start() -> None:
         source = inspect.getsource(module)
         assert source.count("gdc_wait()\n") == source.count("gdc_launch_dependents()\n") == count
         assert source.count("gdc_wait()\n        gdc_launch_dependents()\n") == count
+
+
+def test_what_is_compiled_ahead_takes_no_more_memory_than_some_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many a plan is for: weights are loading meanwhile."""
+    lengths = list[int]()
+
+    def start(self: AheadCompiler, kernel: object, key: object, arguments: dict[str, Any]) -> None:
+        lengths.extend(len(each) for each in arguments.values() if isinstance(each, Tensor))
+
+    def choose(gate_up: object, down: object, bucket: int) -> Plan:
+        return replace(BLOCKS, gate_up=replace(TILING, programs=bucket))
+
+    monkeypatch.setattr(AheadCompiler, "start", start)
+    TritonExperts(choose).prepare(bundle(), ExpertUse(top_k=TOP_K, dtype=torch.float16))
+    assert align.SEGMENTS[-1] < max(lengths) <= align.SEGMENTS[-1] + TOP_K

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tests.helpers.experts import expert_bundle, expert_tokens
 from triton.errors import TritonError
 
+from rackmount_moe.triton_experts import tune as tune_module
 from rackmount_moe.triton_experts.candidates import block_sizes, neighbours, tilings
 from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.launches import Prepared
@@ -33,10 +35,13 @@ class MadeUp:
     best: Plan = BEST
     broken: set[Tiling] = field(default_factory=set)
     error: Exception = field(default_factory=lambda: TritonError("out of resource"))
+    breaks_context: bool = False
+    lost: bool = False
 
     def product_us(self, num_tokens: int, which: Which, plan: Plan) -> float:
         mine, best = tiling_of(plan, which), tiling_of(self.best, which)
         if mine in self.broken:
+            self.lost = self.breaks_context
             raise self.error
         names = ("block_n", "block_k", "stages", "warps", "tma")
         differ = sum(getattr(mine, name) != getattr(best, name) for name in names)
@@ -50,6 +55,10 @@ class MadeUp:
 
     def num_bytes(self, num_tokens: int, *packed: Packed) -> float:
         return 1e6
+
+    def check_context(self) -> None:
+        if self.lost:
+            raise self.error
 
 
 def layers_and_inputs(*tokens: int) -> tuple[list[Prepared], dict[int, list[ExpertInput]]]:
@@ -100,11 +109,43 @@ def test_numbers_of_tokens_of_which_nothing_runs_are_left_out() -> None:
     assert "16 tokens: nothing runs" in told
 
 
-def test_an_illegal_access_ends_the_search() -> None:
-    timed = MadeUp(*layers_and_inputs(16), error=RuntimeError("an illegal memory access"))
-    timed.product_us = lambda *_: (_ for _ in ()).throw(timed.error)
-    with pytest.raises(RuntimeError, match="illegal"):
-        Search(timed, built, GPU, lambda _: None).run(seconds=60)
+ERRORS = [
+    RuntimeError("CUDA error: misaligned address"),
+    RuntimeError("Triton Error [CUDA]: unspecified launch failure"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_an_error_that_breaks_the_gpu_s_context_ends_the_search(error: Exception) -> None:
+    timed, told = MadeUp(*layers_and_inputs(16), error=error, breaks_context=True), list[str]()
+    timed.broken = {BEST.down}
+    with pytest.raises(RuntimeError, match=str(error).rpartition(": ")[2]):
+        Search(timed, built, GPU, told.append).run(seconds=60)
+    assert not any("cannot run" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    "error", [*ERRORS, torch.cuda.OutOfMemoryError("CUDA out of memory")], ids=str
+)
+def test_one_that_it_survives_does_not_whatever_it_says(error: Exception) -> None:
+    timed, told = MadeUp(*layers_and_inputs(16), error=error), list[str]()
+    timed.broken = {BEST.down}
+    assert Search(timed, built, GPU, told.append).run(seconds=60).keys() == {16}
+    assert any("cannot run" in line and str(error) in line for line in told)
+
+
+def test_compiling_takes_no_time_from_measuring(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed, told, now = MadeUp(*layers_and_inputs(16)), list[str](), [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0])
+    monkeypatch.setattr(tune_module, "time", clock)
+
+    def build(wanted: Iterable[tuple[Which, Plan]]) -> set[Key]:
+        now[0] += 1000
+        return built(wanted)
+
+    Search(timed, build, GPU, told.append).run(seconds=60)
+    tried = [line.partition("(")[2].split() for line in told if "tried" in line]
+    assert tried and all(some == every and int(every) > 1 for some, _, every, *_ in tried)
 
 
 def test_however_little_time_there_is_something_is_found() -> None:
@@ -152,14 +193,26 @@ class TestFile:
     def test_what_it_holds_is_kept(self, tmp_path: Path) -> None:
         file, held = tmp_path / "known.json", {"dense 1x2x3": {1: BEST}}
         file.write_text(Table(about=self.ABOUT | {"note": "x"}, shapes=held).text())
-        known = known_table(file, self.ABOUT | {"torch": "2"})
-        assert known.shapes == held
-        assert known.about == {"gpu": "NVIDIA Some", "torch": "2", "note": "x"}
+        known = known_table(file, self.ABOUT)
+        assert known == Table(about=self.ABOUT | {"note": "x"}, shapes=held)
+        assert Table.read(file) == known
+
+    @pytest.mark.parametrize("changed", [{"torch": "2"}, {"triton": "3"}])
+    def test_of_other_versions_it_is_refused_by_name_and_left_alone(
+        self, tmp_path: Path, changed: dict[str, str]
+    ) -> None:
+        file, (name, here) = tmp_path / "known.json", *changed.items()
+        file.write_text(text := Table(about=self.ABOUT, shapes={"dense 1x2x3": {1: BEST}}).text())
+        there = self.ABOUT.get(name)
+        refusal = rf"known\.json was measured with {name}={there}, and here it is {here}; choose"
+        with pytest.raises(ConfigError, match=refusal):
+            known_table(file, self.ABOUT | changed)
+        assert file.read_text() == text
 
     def test_of_another_gpu_or_of_something_else_it_is_refused(self, tmp_path: Path) -> None:
         file = tmp_path / "known.json"
         file.write_text(Table(about={"gpu": "Other"}, shapes={}).text())
-        with pytest.raises(ConfigError, match=r"known\.json was measured on Other"):
+        with pytest.raises(ConfigError, match=r"known\.json was measured with gpu=Other"):
             known_table(file, self.ABOUT)
         file.write_text("{}")
         with pytest.raises(ConfigError, match=r"known\.json is no table"):
@@ -177,3 +230,14 @@ def test_numbers_of_tokens_without_a_place_in_tables_are_refused(tmp_path: Path)
     with pytest.raises(ConfigError, match="tokens=3 must be a power of two, 32768 at most"):
         kernel.tune([], {3: []}, tmp_path / "x", seconds=1, say=print)
     assert not (tmp_path / "x").exists()
+
+
+def test_what_is_tuned_needs_no_plan_before(tmp_path: Path) -> None:
+    """One's own table may be searched for a shape that it lacks, which is refused elsewhere."""
+
+    def choose(*_: object) -> Plan:
+        raise AssertionError("asked for a plan")
+
+    layer = expert_bundle("dense", 4, 64, 32)
+    with pytest.raises(ConfigError, match="tokens=3 must be"):
+        TritonExperts(choose).tune([layer], {3: []}, tmp_path / "x", seconds=1, say=print)

@@ -84,6 +84,16 @@ def test_columns_out_of_order_without_desc_act_are_refused() -> None:
         load(stored_as(64), [packed], (8,), 64)
 
 
+def test_a_bias_that_the_model_has_not_must_be_zero() -> None:
+    weight = random_grouped(8, 64, group=32)
+    packed = gptq_tensors(weight) | {"bias": torch.zeros(8).half()}
+    assert torch.equal(load(stored_as(64), [packed], (8,), 64).dequantize(), weight.dense)
+    for value in (2.0**-24, float("nan")):
+        packed["bias"][3] = value
+        with pytest.raises(CheckpointError, match=r"bias must be 0, .* and 1 of 8 values are not"):
+            load(stored_as(64), [packed], (8,), 64)
+
+
 def test_g_idx_beyond_the_groups_is_refused() -> None:
     packed = gptq_tensors(random_grouped(8, 64, group=32, act_order=True))
     packed["g_idx"][5] = 2

@@ -111,6 +111,25 @@ def test_a_list_means_what_any_of_its_entries_means() -> None:
     assert meant(listed([])) == []
 
 
+@pytest.mark.parametrize(
+    ("names", "unmet"),
+    [
+        (
+            listed(["qkv_proj", "lm_head", "model.layers.12", "q", "re:.*k_proj", "re:.*kproj"]),
+            ["model.layers.12", "q", "re:.*kproj"],
+        ),
+        # Each is met by itself, though the first would do.
+        (listed(["mlp", f"{LAYER}.mlp", "mlp.gate", "re:.*mlp", "re:.*gate_up_proj$"]), []),
+        (listed([f"{LAYER}.mlp.experts.8", f"{LAYER}.mlp.experts"]), [f"{LAYER}.mlp.experts.8"]),
+        (substrings(["self_attn", "visual", "mlp.gate."]), ["mlp.gate.", "visual"]),
+        (wildcards(["lm_head", "*.mlp.gate*", "*.visual.*", "mlp"]), ["*.visual.*"]),
+        (Names(), []),
+    ],
+)
+def test_entries_that_mean_nothing_are_found(names: Names, unmet: list[str]) -> None:
+    assert names.unmet(NAMES) == unmet
+
+
 def test_keys_are_read_together() -> None:
     read = lambda config: read_names(config, "a", "b", "c")  # noqa: E731
     assert meant(read_scheme(read, {"a": ["q_proj"], "b": None, "c": ["k_proj"]})) == QKV[:2]

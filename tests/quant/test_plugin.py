@@ -32,6 +32,40 @@ def test_a_checkpoints_method_finds_its_scheme(method: str) -> None:
     assert stored.encode is not None and scheme.kv_cache is None
 
 
+GROUP = {"weights": {"type": "float"}}
+VAIN: Mapping[str, Mapping[str, Any]] = {
+    "awq": {"modules_to_not_convert": ["up_proj", "visual"]},
+    "gptq": {
+        "dynamic": {r"-:.*\.up_proj": {}, r"+:.*\.visual": {"bits": 8}},
+        "modules_in_block_to_quantize": [["mlp.up_proj"], ["mlp.upproj"]],
+    },
+    "compressed-tensors": {
+        "ignore": ["lm_head", "visual"],
+        "config_groups": {
+            "a": GROUP | {"targets": ["Linear", "re:.*up_proj", "re:.*vproj"]},
+            "b": GROUP | {"targets": ["mlp.up_proj", "mlp.upproj"]},
+        },
+    },
+    "fp8": {"modules_to_not_convert": ["lm_head"], "ignored_layers": ["mlp.up_proj", "visual"]},
+    "modelopt": {"exclude_modules": ["*up_proj", "*visual*"]},
+    "w8": {"ignore": ["re:.*up_proj", "visual"]},
+}
+"""Method -> lists with entries that mean the weights below, and others."""
+UNMET = {
+    "gptq": [r"+:.*\.visual", "mlp.upproj"],
+    "compressed-tensors": ["visual", "re:.*vproj", "mlp.upproj"],
+    "modelopt": ["*visual*"],
+}
+
+
+@pytest.mark.parametrize("method", LEAST)
+def test_every_list_tells_which_of_its_entries_mean_nothing(method: str) -> None:
+    config = {"quant_method": method, **LEAST[method], **VAIN[method]}
+    scheme = read_scheme(plugins().claimed(QuantizationScheme, method).load(), config)
+    found = scheme.unmet(["model.layers.0.mlp.up_proj", "lm_head"])
+    assert sorted(found) == sorted(UNMET.get(method, ["visual"]))
+
+
 def test_fp8_alone_rounds_plain_checkpoints() -> None:
     offers = plugins().offers(QuantizationScheme)
     online = {o.name: o for o in offers if o.descriptor.online and o.name in LEAST}

@@ -262,6 +262,30 @@ def test_experts_do_too(case: str, tmp_path: Path) -> None:
             torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
 
 
+def with_biases(tensors: dict[str, Tensor]) -> None:
+    """As AutoGPTQ saved them: zeros where there were none."""
+    for name in [name for name in tensors if name.endswith(".qweight")]:
+        zeros = torch.zeros(tensors[name].shape[1], dtype=torch.float16)
+        tensors.setdefault(name.replace(".qweight", ".bias"), zeros)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe"])
+def test_biases_of_zeros_change_nothing(family: str, tmp_path: Path) -> None:
+    """Beside those that the model has."""
+    overrides = {"attention_bias": True, "num_hidden_layers": 1} | sizes("gptq", family)
+    folder, _ = tiny_checkpoint(tmp_path / "float", family, **overrides)
+    edit_tensors(folder, lambda t: [t[n].normal_() for n in t if n.endswith("_proj.bias")])
+    stored, _ = quantized(folder, "gptq")
+    expected = mount_reference(stored, dtype=torch.float64).logits(*SEQUENCES)
+    edit_tensors(stored, with_biases)
+    assert torch.equal(mount_reference(stored, dtype=torch.float64).logits(*SEQUENCES), expected)
+    for logits in logits_of_ranks(stored, 2, Mesh.tensor_parallel):
+        torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+    if family == "qwen3-moe":
+        for logits in logits_of_ranks(stored, 2, experts_cut):
+            torch.testing.assert_close(logits, expected, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize("case", SCHEMES)
 def test_random_weights_are_rounded_and_the_same_on_any_ranks(case: str, tmp_path: Path) -> None:
     folder, _ = tiny_checkpoint(tmp_path, "llama", **sizes(case, "llama"))
@@ -338,6 +362,11 @@ BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
         "gptq",
         lambda t: t[f"{LAYER}.up_proj.scales"][1].fill_(torch.nan),
         rf"{LAYER}.up_proj .*\(model.safetensors\): .*scales must be finite and above 0.*: nan",
+    ),
+    "a bias that the model has not": (
+        "gptq",
+        lambda t: t.update({f"{LAYER}.down_proj.bias": torch.eye(64)[5]}),
+        rf"{LAYER}.down_proj \(model.safetensors\): bias must be 0, .* and 1 of 64 values are not",
     ),
     "scales of zero": (
         "autofp8, static",

@@ -1,5 +1,6 @@
 """A draft knows everything about a rank before any memory is taken."""
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -187,6 +188,22 @@ def test_a_scheme_is_asked_for_each_logical_weight_in_whole_and_once() -> None:
         "lm_head": ((128256, 4096), "head"),
     }
     assert found.formats() == {"linear": {DENSE.yields}, "expert": set()}
+
+
+class Lists(Recorder):
+    """A scheme that says what of its lists is missing."""
+
+    def unmet(self, modules: Collection[str]) -> list[str]:
+        wanted = ["lm_head", "model.norm", "model.layers.0.mlp.up_proj", "model.layers.1", "visual"]
+        return [name for name in wanted if name not in modules]
+
+
+def test_a_scheme_may_say_which_names_of_its_lists_mean_nothing() -> None:
+    for tied in (False, True):
+        found = drafted(scheme=Lists(), num_hidden_layers=1, tie_word_embeddings=tied)
+        assert found.unmet() == ["model.layers.1", "visual"]
+    for scheme in (Recorder(), None):
+        assert drafted(scheme=scheme, num_hidden_layers=1).unmet() == []
 
 
 def test_a_model_of_its_own_may_be_no_language_model() -> None:

@@ -1,6 +1,6 @@
 """The socket of routed experts: what it stores, under which names, and what padding does to it."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -156,6 +156,22 @@ def test_a_router_may_be_stored_in_any_format_and_needs_no_kernel() -> None:
     reference = mounted(stored, scheme=Rows())
     assert reference.mounted.draft.formats() == {"linear": set(), "expert": {"dense"}}
     torch.testing.assert_close(run(reference, x), run(mounted(plain), x), rtol=0, atol=1e-12)
+
+
+def test_experts_of_other_ranks_are_names_of_the_model_too() -> None:
+    class Scheme:
+        def format_for(self, name: str, shape: tuple[int, int], role: str) -> None:
+            asked.add(name)
+
+        def unmet(self, modules: Collection[str]) -> list[str]:
+            wanted = {f"mlp.experts.{e}.down_proj" for e in range(COUNT + 1)}
+            return sorted(wanted - set(modules))
+
+    asked: set[str] = set()
+    mesh = Mesh(groups={"experts": Solo(1, 2)})
+    drafted = draft_module(lambda: Model(SparseMLP(experts())), mesh=mesh, scheme=Scheme())
+    assert "mlp.experts.0.down_proj" not in asked
+    assert drafted.unmet() == [f"mlp.experts.{COUNT}.down_proj"]
 
 
 class OfFormerDays(TorchExperts):

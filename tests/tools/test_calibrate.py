@@ -146,12 +146,18 @@ WEIGHTS = {
 """Name -> how far rounded weights are from the plain ones at most, relative to their size."""
 
 
+def asked_for(weights: str) -> dict[str, Any]:
+    """What is asked for to get such weights alone, in groups that fit tiny models."""
+    groups = {"group_size": 32} if weights.startswith("int4") else {}
+    return {"weights": weights, "kv_scales": "none"} | groups
+
+
 @pytest.mark.parametrize("weights", WEIGHTS)
 def test_weights_are_rounded_and_read_back(
     source: tuple[Path, PreTrainedModel], tmp_path: Path, weights: str
 ) -> None:
     folder, model = source
-    asked = {"weights": weights, "kv_scales": "none", "group_size": 32}
+    asked = asked_for(weights)
     tensors, config = calibrated(folder, tmp_path / "out", asked, text=None)
     plain = load_file(folder / "model.safetensors")
     for name in plain:
@@ -190,7 +196,7 @@ def dequantized(
 # are held to compressed-tensors itself in tests/quant.
 @pytest.mark.parametrize("weights", ["fp8", "fp8-tensor", "fp8-block", "int8", "int4"])
 def test_transformers_reads_the_same_weights(llama: Path, tmp_path: Path, weights: str) -> None:
-    asked = {"weights": weights, "kv_scales": "none", "group_size": 32}
+    asked = asked_for(weights)
     tensors, config = calibrated(llama, tmp_path / "out", asked, text=None)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     with torch.inference_mode():
@@ -322,9 +328,14 @@ def test_data_may_be_unlucky(llama: Path, tmp_path: Path) -> None:
         ({"kv_scales": "none"}, "kv_scales='none' and weights='none' leave nothing to do"),
         ({"weights": "int4", "activations": "static"}, "one scale with weights=fp8, fp8-tensor"),
         ({"activations": "static"}, "activations='static' with weights='none'"),
+        (
+            {"weights": "int8", "group_size": 64},
+            "group_size=64 with weights='int8': groups .* with weights=int4, int4-asym",
+        ),
+        ({"group_size": 128}, "group_size=128 with weights='none'"),
     ],
 )
-def test_what_makes_no_sense_is_refused(asked: dict[str, str], refusal: str) -> None:
+def test_what_makes_no_sense_is_refused(asked: dict[str, Any], refusal: str) -> None:
     with pytest.raises(ConfigError, match=refusal):
         Calibration(**asked)
 

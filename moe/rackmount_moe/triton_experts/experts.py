@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rackmount_moe.options import TritonExpertsOptions
 from rackmount_moe.triton_experts import tuning
-from rackmount_moe.triton_experts.align import segments_of
+from rackmount_moe.triton_experts.align import SEGMENTS, segments_of
 from rackmount_moe.triton_experts.launches import Prepared, layer_launches
 from rackmount_moe.triton_experts.packing import Packed, pack
 from rackmount_moe.triton_experts.table import BUCKETS, Plan
@@ -54,11 +54,12 @@ class TritonExperts:
         return prepared
 
     def _compile(self, layer: Prepared, use: ExpertUse) -> None:
-        """All that `run` launches, at any number of tokens."""
-        begun = set()
+        """All that `run` launches, at any number of tokens. More of them than fill two segments
+        would take memory for the same kernels."""
+        begun, most = set(), SEGMENTS[-1] // use.top_k + 1
         for bucket, plan in zip(BUCKETS, layer.plans, strict=True):
             # Between them slots are cut into segments in one of these ways.
-            for num_tokens in (bucket // 2 + 1, bucket):
+            for num_tokens in (min(bucket // 2 + 1, most), min(bucket, most)):
                 segments, size = segments_of(num_tokens * use.top_k)
                 if (way := (plan, segments > 1, size)) in begun:
                     continue
@@ -81,7 +82,8 @@ class TritonExperts:
         say: Callable[[str], None],
     ) -> None:
         """See `rackmount_registry.experts.TunableExperts`."""
-        tune([self.prepare(bundle) for bundle in bundles], inputs, file, seconds, say)
+        layers = [Prepared(pack(each.gate_up), pack(each.down), ()) for each in bundles]
+        tune(layers, inputs, file, seconds, say)
 
     def run(self, given: ExpertInput, prepared: Prepared) -> Tensor:
         """[T, H] in the dtype of x."""

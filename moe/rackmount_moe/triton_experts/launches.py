@@ -29,7 +29,7 @@ class Prepared:
     gate_up: Packed
     down: Packed
     plans: tuple[Plan, ...]
-    """One for each of `table.BUCKETS`."""
+    """One for each of `table.BUCKETS`; none where they are searched for."""
 
 
 def layer_launches(

@@ -22,6 +22,8 @@ MAX_BUCKET = 15
 BUCKETS = tuple(1 << power for power in range(MAX_BUCKET + 1))
 BLOCK_SIZES = (0, 16, 32, 64, 128)
 MAX_WARPS = 32
+LEAST = {"block_n": 2, "block_k": 16, "stages": 1, "warps": 1, "programs": 0}
+"""Of a tiling's numbers."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,17 @@ class Tiling:
     """Whether the tensor memory accelerator loads the weight (compute capability 9.0 on)."""
 
     def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise ValueError(f"{name}={value!r} must be a whole number, {least} at least")
         for name in ("block_n", "block_k", "warps"):
-            if not _is_power(getattr(self, name)):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be a power of two")
-        if self.block_n < 2 or self.warps > MAX_WARPS or self.stages < 1 or self.programs < 0:
-            raise ValueError(
-                f"{self} must have block_n from 2, warps to {MAX_WARPS}, stages from 1 and "
-                "programs from 0"
-            )
+            if not _is_power(value := getattr(self, name)):
+                raise ValueError(f"{name}={value} must be a power of two")
+        if self.warps > MAX_WARPS:
+            raise ValueError(f"warps={self.warps} must be {MAX_WARPS} at most")
+        if not isinstance(self.tma, bool):
+            raise ValueError(f"tma={self.tma!r} must be true or false")
 
 
 @dataclass(frozen=True)
@@ -73,17 +78,17 @@ class Plan:
     where there are no blocks; a power of two, or 0."""
 
     def __post_init__(self) -> None:
-        if self.block_m not in BLOCK_SIZES:
+        if type(self.block_m) is not int or self.block_m not in BLOCK_SIZES:
             legal = ", ".join(map(str, BLOCK_SIZES))
             raise ValueError(f"block_m={self.block_m!r} must be one of {legal}")
-        if self.prefetch and not _is_power(self.prefetch):
+        if self.prefetch != 0 and not _is_power(self.prefetch):
             raise ValueError(f"prefetch={self.prefetch!r} must be a power of two, or 0")
-        if self.block_m and min(self.gate_up.block_n, self.down.block_n) < 16:
-            raise ValueError("block_n must be at least 16 where there are blocks")
+        if self.block_m and (least := min(self.gate_up.block_n, self.down.block_n)) < 16:
+            raise ValueError(f"block_n={least} must be at least 16 where there are blocks")
 
 
-def _is_power(number: int) -> bool:
-    return isinstance(number, int) and number > 0 and number & (number - 1) == 0
+def _is_power(number: object) -> bool:
+    return type(number) is int and number > 0 and number & (number - 1) == 0
 
 
 Row = Mapping[int, Plan]
@@ -109,19 +114,8 @@ class Table:
         names, shapes = found.pop("fields"), found.pop("shapes")
         if not isinstance(found["gpu"], str):
             raise TypeError(f"gpu={found['gpu']!r} must be a name")
-
-        def tiling(values: list) -> Tiling:
-            return Tiling(**dict(zip(names, values, strict=True)))
-
         return cls(
-            about=found,
-            shapes={
-                shape: {
-                    _bucket(bucket): Plan(tiling(gate_up), tiling(down), block_m, prefetch)
-                    for bucket, (block_m, prefetch, gate_up, down) in row.items()
-                }
-                for shape, row in shapes.items()
-            },
+            about=found, shapes={shape: _row(shape, row, names) for shape, row in shapes.items()}
         )
 
     @classmethod
@@ -153,6 +147,25 @@ class Table:
         head = json.dumps({**self.about, "fields": names})
         body = ",\n".join(shapes)
         return f'{head[:-1]},\n "shapes": {{\n{body}}}}}\n'
+
+
+def _row(shape: str, row: Mapping[str, list[Any]], names: list[str]) -> Row:
+    """Of a shape, as the file has it; errors say of which bucket."""
+
+    def tiling(values: list[Any]) -> Tiling:
+        found = Tiling(**dict(zip(names, values, strict=True)))
+        if found.tma and not shape.startswith("dense "):
+            raise ValueError("tma=True is for dense weights alone")
+        return found
+
+    plans = {}
+    for bucket, values in row.items():
+        try:
+            block_m, prefetch, gate_up, down = values
+            plans[_bucket(bucket)] = Plan(tiling(gate_up), tiling(down), block_m, prefetch)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{shape!r} at {bucket}: {error}") from error
+    return plans
 
 
 def _bucket(text: str) -> int:

@@ -57,6 +57,11 @@ class Timed:
             calls.append(partial(_launch, launch_of(given, layer, which, plan, blocks)))
         return graph_us(calls, SAMPLES, self.stream)
 
+    def check_context(self) -> None:
+        """Raises RuntimeError where an error before broke the GPU's context: nothing runs in this
+        process after that, and it repeats the error."""
+        torch.cuda.synchronize()
+
     def _turns(self, num_tokens: int) -> Iterator[tuple[ExpertInput, Prepared]]:
         return zip(self.inputs[num_tokens], itertools.cycle(self.layers), strict=False)
 

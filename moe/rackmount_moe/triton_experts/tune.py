@@ -74,8 +74,11 @@ class Search:
         self.top_k = given.expert_ids.shape[1]
 
     def run(self, seconds: float) -> dict[int, Plan]:
-        """Number of tokens -> the best plan; those of which nothing runs are left out."""
-        end = time.monotonic() + seconds
+        """Number of tokens -> the best plan; those of which nothing runs are left out.
+
+        Args:
+            seconds: about so long products and layers are timed; compiling them comes before.
+        """
         num_experts = len(self.timed.layers[0].down.values)
         sizes = {n: block_sizes(n, num_experts, self.top_k) for n in self.timed.inputs}
         plans = {
@@ -87,6 +90,7 @@ class Search:
         for (which, _), each in plans.items():
             each[:] = [plan for plan in each if key_of(which, plan) not in failed]
         best: dict[int, Plan] = {}
+        end = time.monotonic() + seconds
         for index, num_tokens in enumerate(sizes):
             now = time.monotonic()
             until = now + (end - now) / (len(sizes) - index)
@@ -153,7 +157,8 @@ class Search:
     def _times(
         self, plans: Iterable[Plan], measure: Callable[[Plan], float], until: float | None
     ) -> Iterator[tuple[Plan, float]]:
-        """Of those that run, one at least however late it is."""
+        """Of those that run, one at least however late it is. An error that the GPU's context does
+        not survive is raised."""
         timed = 0
         for plan in plans:
             if timed and until is not None and time.monotonic() > until:
@@ -161,8 +166,7 @@ class Search:
             try:
                 us = measure(plan)
             except (TritonError, RuntimeError) as error:
-                if "illegal" in str(error):  # the GPU is of no use after that
-                    raise
+                self.timed.check_context()
                 self.say(f"  cannot run: {plan}: {type(error).__name__} {str(error)[:120]}")
                 continue
             timed += 1
@@ -273,12 +277,16 @@ def known_table(file: Path, about: Mapping[str, str]) -> Table:
     the search that the result can be written.
 
     Raises:
-        ConfigError: it cannot be written, holds something else, or is of another GPU.
+        ConfigError: it cannot be written, holds something else, or what was measured elsewhere
+            than `about` says.
     """
     known = Table.read(file) if file.exists() else Table(about=about, shapes={})
-    if (gpu := known.about["gpu"]) != about["gpu"]:
-        raise ConfigError(f"{file} was measured on {gpu}, and this is {about['gpu']}")
-    known = replace(known, about={**known.about, **about})
+    for name, here in about.items():
+        if (there := known.about.get(name)) != here:
+            raise ConfigError(
+                f"{file} was measured with {name}={there}, and here it is {here}; choose another "
+                "file"
+            )
     try:
         file.write_text(known.text())
     except OSError as error:

@@ -1,6 +1,9 @@
 """Which plan a layer gets: from a table measured on this GPU, the user's own before the one that
-comes along, or by a rule close to it. Tables are measured in bfloat16 with top-8; float16 shares
-them."""
+comes along, or by a rule close to it.
+
+Plans of a table serve any dtype and top-k: the one that comes along was measured in bfloat16 with
+top-8, one's own with those of the model that was tuned last.
+"""
 
 from functools import cache
 from importlib.resources import as_file, files
@@ -13,6 +16,10 @@ from rackmount_registry.errors import ConfigError
 
 SLOTS_A_TOKEN = 8
 """What the rule assumes."""
+FEWER, MORE = 8, 4
+"""A plan serves down to an eighth of the tokens that it was measured at, and up to four times as
+many. Blocks that are too large compute in vain, which costs little while the memory is the limit;
+those that are too small read weights again and again."""
 
 
 def bucket_of(tokens: int) -> int:
@@ -26,30 +33,48 @@ def shape_of(gate_up: Packed, down: Packed) -> str:
 
 
 def choose(gate_up: Packed, down: Packed, bucket: int, own: Table | None = None) -> Plan:
-    """The plan for up to `bucket` tokens of a layer.
+    """The plan for up to `bucket` tokens of a layer; of a bucket that both tables have, that of
+    the user's `own`.
 
     Raises:
-        ConfigError: the user's `own` table was measured on another GPU.
+        ConfigError: `own` was measured on another GPU, or lacks the layer's shape.
     """
     if gate_up.values.device.type == "cuda":
-        gpu = torch.cuda.get_device_name(gate_up.values.device)
-        if own is not None and own.about["gpu"] != gpu:
-            raise ConfigError(
-                f"the table of expert tilings was measured on {own.about['gpu']}, and this is "
-                f"{gpu}; choose one of this GPU, or none"
-            )
-        for table in filter(None, (own, shipped(gpu))):
-            plan = nearest(table.shapes.get(shape_of(gate_up, down), {}), bucket)
-            if plan is not None:
-                return plan
+        gpu, shape = torch.cuda.get_device_name(gate_up.values.device), shape_of(gate_up, down)
+        if own is not None:
+            _require(own, gpu, shape)
+        row = dict[int, Plan]()
+        for table in filter(None, (shipped(gpu), own)):
+            row |= table.shapes.get(shape, {})
+        if (plan := nearest(row, bucket)) is not None:
+            return plan
     return rule(gate_up, down, bucket)
 
 
+def _require(own: Table, gpu: str, shape: str) -> None:
+    """Refuses a table that would be passed over."""
+    if own.about["gpu"] != gpu:
+        raise ConfigError(
+            f"expert_kernel.triton.tuned: the table was measured on {own.about['gpu']}, and this "
+            f"is {gpu}; choose one of this GPU, or none"
+        )
+    if shape not in own.shapes:
+        raise ConfigError(
+            f"expert_kernel.triton.tuned: no plans for {shape!r} (format, experts x hidden x "
+            f"width of a rank's layer) in the table, which has: {', '.join(own.shapes) or 'none'}; "
+            "choose one with it (`rackmount bench kernels MODEL --tune FILE` adds those that a "
+            "model has at tp=1), or none"
+        )
+
+
 def nearest(row: Row, bucket: int) -> Plan | None:
-    """That of the next bucket that was measured; above all of them, that of the largest."""
+    """That of the next bucket that was measured or, above all of them, of the largest; None where
+    that is far away, or has no blocks and `bucket` is of many tokens."""
     measured = min((each for each in row if each >= bucket), default=max(row, default=0))
-    plan = row.get(measured)
-    return None if plan is None or (bucket > MAX_FEW and not plan.block_m) else plan
+    if measured > FEWER * bucket or bucket > MORE * measured:
+        return None
+    plan = row[measured]
+    return plan if plan.block_m or bucket <= MAX_FEW else None
 
 
 @cache

@@ -80,7 +80,9 @@ def bench(
             "to this file, which `--plugin-config expert_kernel.NAME.tuned=FILE` reads."
         ),
     ] = None,
-    tune_seconds: Annotated[float, typer.Option(min=1, help="About so long.")] = 200,
+    tune_seconds: Annotated[
+        float, typer.Option(min=1, help="To measure for, about; compiling comes before.")
+    ] = 200,
     json_file: JsonFile = None,
     *,
     engine: EngineOptions,

@@ -12,8 +12,8 @@ from typing import Annotated
 import typer
 
 from rackmount import EngineConfig, Model, progress
-from rackmount_tools.calibration import Calibration, write_calibrated
-from rackmount_tools.compressed_config import ROUNDINGS
+from rackmount_tools.calibration import DEFAULT_GROUP_SIZE, Calibration, write_calibrated
+from rackmount_tools.compressed_config import GROUPED, ROUNDINGS
 from rackmount_tools.eval_perplexity import MaxTokens, read_text
 from rackmount_tools.observed import Observed
 
@@ -30,7 +30,14 @@ def calibrate(
     activations: Annotated[
         str, typer.Option(help="With rounded weights: dynamic, or static scales of inputs.")
     ] = "dynamic",
-    group_size: Annotated[int, typer.Option(min=1, help="Columns with one scale, of int4.")] = 128,
+    group_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Columns with one scale, of {' and '.join(GROUPED)}.",
+            show_default=str(DEFAULT_GROUP_SIZE),
+        ),
+    ] = None,
     context: Annotated[int, typer.Option(min=2, help="Tokens to read at a time.")] = 1024,
     max_tokens: MaxTokens = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "auto",

@@ -21,6 +21,7 @@ from rackmount_tools.checkpoint_folder import (
     write_tensors,
 )
 from rackmount_tools.compressed_config import (
+    GROUPED,
     KV_STRATEGIES,
     METHOD,
     ROUNDINGS,
@@ -33,6 +34,7 @@ from rackmount_tools.perplexity import leading_token, windows_of
 from rackmount_tools.rounded_tensors import RoundedTensors
 
 SECTION = "quantization_config"
+DEFAULT_GROUP_SIZE = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +42,8 @@ class Calibration:
     """What is asked for.
 
     Raises:
-        ConfigError: a word that is none of the legal ones, or nothing to do.
+        ConfigError: a word that is none of the legal ones, nothing to do, or what only other
+            weights have.
     """
 
     kv_scales: str = "tensor"
@@ -49,8 +52,8 @@ class Calibration:
     """One of `ROUNDINGS`."""
     activations: str = "dynamic"
     """Whether scales of inputs are found while the model runs, or now: "static"."""
-    group_size: int = 128
-    """Of integers that are rounded by groups of columns."""
+    group_size: int | None = None
+    """Columns with one scale, of `GROUPED`; None: `DEFAULT_GROUP_SIZE`."""
 
     def __post_init__(self) -> None:
         for name, legal in (
@@ -70,6 +73,11 @@ class Calibration:
             raise ConfigError(
                 f"activations='static' with weights={self.weights!r}: inputs have one scale with "
                 f"weights={', '.join(STATIC)}"
+            )
+        if self.group_size is not None and self.weights not in GROUPED:
+            raise ConfigError(
+                f"group_size={self.group_size} with weights={self.weights!r}: groups of columns "
+                f"have scales with weights={', '.join(GROUPED)}"
             )
 
     @property
@@ -150,7 +158,7 @@ def _section(checkpoint: Checkpoint, rack: Rack, asked: Calibration) -> dict[str
     return quantization_config(
         weights=asked.weights,
         static=asked.static,
-        group_size=asked.group_size,
+        group_size=DEFAULT_GROUP_SIZE if asked.group_size is None else asked.group_size,
         kv_scales=asked.kv_scales,
         ignore=[n for w in weights if w.role in ("head", "router") for n in w.names],
     )

@@ -42,6 +42,9 @@ the model runs; without "inputs" they stay as they are."""
 STATIC = ("fp8", "fp8-tensor", "int8")
 """Those whose inputs may have one scale that was found beforehand."""
 
+GROUPED = ("int4", "int4-asym")
+"""Those with a scale for each group of columns."""
+
 KV_STRATEGIES = {"tensor": "tensor", "head": "attn_head"}
 """What has a scale of its own -> its name there."""
 

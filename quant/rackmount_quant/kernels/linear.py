@@ -16,15 +16,15 @@ from rackmount_quant.kernels.few_rows import few_rows_kernel
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.tuning import Choose, Tiling
-from rackmount_registry.device.ahead import AheadCompiler
+from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import EPILOGUES, Rounded, Weight
 
 SIZES = (
-    *("M", "N", "K", "share", "x_stride", "residual_stride"),
+    *("N", "K", "x_stride", "residual_stride"),
     *("row_stride", "block_stride", "scale_stride"),
 )
-"""Arguments that a compiled kernel does not depend on, as long as they are multiples of 16."""
+"""Arguments of which a compiled kernel knows no more than whether they are multiples of 16."""
 MOST_SCALES_AHEAD = 32
 """Blocks whose scales are called into L2 at a program's start."""
 
@@ -72,9 +72,15 @@ class QuantizedLinear:
         assert isinstance(x, Tensor)
         return F.linear(x, dequantize(prepared.packed, x.dtype), bias)
 
-    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Prepared:
+    def prepare(
+        self,
+        weight: Weight,
+        uses: Collection[str] = (),
+        dtype: torch.dtype | None = None,
+        bias: bool = False,
+    ) -> Prepared:
         """The weight in words, with a tiling for every number of rows; kernels for `uses` begin to
-        be compiled."""
+        be compiled, for bfloat16 where nothing is said of x."""
         packed = self.pack(weight)
         epilogues = tuple("none" if use == "run" else use for use in uses)
         num_tiles = triton.cdiv(packed.n, tuning.MIN_BLOCK_N)
@@ -88,28 +94,26 @@ class QuantizedLinear:
             uses=epilogues or ("none",),
             many=self.prepare_many(weight, packed),
         )
-        if packed.words.device.type == "cuda":
-            for epilogue in epilogues:
-                self._compile(prepared, epilogue)
+        like = packed.scales.new_empty(packed.n, dtype=dtype or torch.bfloat16)
+        for epilogue in epilogues:
+            self._compile(prepared, epilogue, like, like if bias else None)
         return prepared
 
-    def _compile(self, prepared: Prepared, epilogue: str) -> None:
-        """Kernels for any number of rows in bfloat16; nothing says here what x will be."""
+    def _compile(
+        self, prepared: Prepared, epilogue: str, like: Tensor, bias: Tensor | None
+    ) -> None:
+        """Kernels for any number of rows that are like `like`."""
         packed, silu = prepared.packed, epilogue == "silu_mul"
-        like = packed.scales.new_empty(0, dtype=torch.bfloat16)
         for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
             if tiling is None:
                 continue
             x = like.new_empty(rows, packed.k)
             out = like.new_empty(rows, packed.n // 2 if silu else packed.n)
             residual = out if epilogue == "add" else None
-            _, arguments = plan(tiling, x, prepared, None, residual, out, silu)
-            fixed = [value for name, value in arguments.items() if name not in SIZES]
-            numbers = tuple(each for each in fixed if isinstance(each, (int, str)))
-            kinds = tuple(
-                each.dtype if isinstance(each, Tensor) else each is None for each in fixed
-            )
-            self._ahead.start(few_rows_kernel, (numbers, kinds), arguments)
+            _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+            aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
+            key = traits(few_rows_kernel, arguments | aligned)
+            self._ahead.start(few_rows_kernel, key, arguments)
 
     def run(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""

@@ -28,6 +28,8 @@ class Draft:
     sockets: tuple[Socket, ...]
     attention: tuple[Attention, ...] = field(default=())
     """In the order of the model; their `index` is their place here."""
+    scheme: QuantizationScheme | None = None
+    """None: every weight is dense."""
 
     def storages(self) -> Iterator[Storage]:
         """Everything that the checkpoint fills on this rank."""
@@ -63,6 +65,16 @@ class Draft:
                     kind = "expert" if weight.role == "expert" else "linear"
                     found[kind].add(weight.stored.yields)
         return found
+
+    def unmet(self) -> list[str]:
+        """Entries of the scheme's lists that mean no tensor of the model, on any rank."""
+        ask = getattr(self.scheme, "unmet", None)  # there need not be one
+        if ask is None:
+            return []
+        names = {piece.name for storage in self.storages() for piece in storage.pieces}
+        names.update(name for socket in self.sockets for name in socket.answers_for())
+        unmet: list[str] = ask({name.rpartition(".")[0] for name in names})
+        return unmet
 
     @property
     def vocab_size(self) -> int:
@@ -122,6 +134,7 @@ def draft(
         kv_cache=kv_cache or KVCache(dtype=dtype),
         sockets=tuple(sockets),
         attention=tuple(attention),
+        scheme=scheme,
     )
 
 

@@ -1,6 +1,5 @@
 """A layer of routed experts."""
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,7 +19,7 @@ from rackmount_registry.experts import (
 )
 from rackmount_registry.formats import DENSE, StoredFormat
 from rackmount_registry.nn.mlp import GatedMLP
-from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
+from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting, told
 from rackmount_registry.nn.storage import LinearPart, Piece, Source, Storage, StoredWeight
 from rackmount_registry.step import wanted_rows
 
@@ -198,9 +197,8 @@ class Experts(Socket):
         if prepare := getattr(self.ops.gate, "prepare", None):
             prepare(self.router, self.routing, self._bias(), self.step.slots, self.state)
         bundle = ExpertBundle(gate_up=self.gate_up.finish(), down=self.down.finish())
-        told = {"use": ExpertUse(top_k=self.routing.top_k, dtype=self.dtype)}
-        named = inspect.signature(self.kernel.prepare).parameters
-        self.prepared = self.kernel.prepare(bundle, **(told if "use" in named else {}))
+        use = ExpertUse(top_k=self.routing.top_k, dtype=self.dtype)
+        self.prepared = self.kernel.prepare(bundle, **told(self.kernel.prepare, use=use))
 
     def _bias(self) -> Tensor | None:
         return self.bias.tensor if self.bias is not None else None

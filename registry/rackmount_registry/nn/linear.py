@@ -9,7 +9,7 @@ from torch import Tensor
 from rackmount_registry.axes import Axis, Mesh
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import LinearKernel, Rounded, StoredFormat
-from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
+from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting, told
 from rackmount_registry.nn.storage import LinearPart, Piece, Storage, StoredWeight, fusable, vector
 
 
@@ -19,6 +19,7 @@ class Gemm:
     kernel: LinearKernel
     epilogues: tuple[str, ...]
     prologues: tuple[str, ...]
+    dtype: torch.dtype
     prepared: Any
     uses: tuple[str, ...] = ("run",)
     """What will be asked of the kernel; the mount sets it where it fuses."""
@@ -32,7 +33,8 @@ class Gemm:
         bias: bool,
     ):
         self.indexes = indexes
-        self.weight = StoredWeight([parts], stored, survey.mesh, stacked=False)
+        own = ("bias",) if bias else ()
+        self.weight = StoredWeight([parts], stored, survey.mesh, stacked=False, own=own)
         self.sizes = list(self.weight.parts)
         self.bias = _lay_out_bias(parts, survey.mesh) if bias else None
         # Each rank would add the bias of a row-parallel product: the first one alone does.
@@ -42,11 +44,13 @@ class Gemm:
 
     def bind(self, binding: Binding) -> None:
         form = self.weight.stored.yields
-        self.kernel = binding.linear(form)
+        self.kernel, self.dtype = binding.linear(form), binding.dtype
         self.epilogues, self.prologues = binding.epilogues(form), binding.prologues(form)
 
     def finish(self) -> None:
-        self.prepared = self.kernel.prepare(self.weight.finish(), self.uses)
+        prepare, bias = self.kernel.prepare, self._bias() is not None
+        facts = told(prepare, dtype=self.dtype, bias=bias)
+        self.prepared = prepare(self.weight.finish(), self.uses, **facts)
 
     def __call__(self, x: Tensor | Rounded) -> Tensor:
         return self.kernel.run(x, self.prepared, self._bias())

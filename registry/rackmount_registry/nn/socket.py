@@ -1,9 +1,10 @@
 """What every socket is: a leaf of the traced model that the mount names, surveys, binds and
 fills."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import ClassVar, Generic, Protocol, TypeVar, cast
+from typing import Any, ClassVar, Generic, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,12 @@ class Socket(nn.Module):
     def reduced(self, y: Tensor) -> Tensor:
         """`y` summed over the pending ranks, unless that is deferred."""
         return y if self.deferred else reduce_over(self.pending, y)
+
+
+def told(method: Callable[..., Any], **facts: Any) -> dict[str, Any]:
+    """Those of `facts` that a part's method names: the contract has more than it once had."""
+    named = inspect.signature(method).parameters
+    return {name: fact for name, fact in facts.items() if name in named}
 
 
 def reduce_over(groups: tuple[Group, ...], y: Tensor) -> Tensor:

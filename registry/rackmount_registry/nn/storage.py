@@ -1,6 +1,6 @@
 """Storage: a tensor of this rank, and the pieces of checkpoint tensors that fill it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -115,6 +115,7 @@ class StoredWeight:
     Args:
         bundle: for each local expert its parts; a plain weight is a bundle of one without the
             leading dimension.
+        own: slots that the socket lays out itself, and the format gets nothing of.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class StoredWeight:
         mesh: Mesh,
         *,
         stacked: bool,
+        own: Collection[str] = (),
     ) -> None:
         self.stored = stored
         first = bundle[0]
@@ -137,7 +139,7 @@ class StoredWeight:
         self.finished_bytes = 0
         """Of what kernels are given; 0 before `finish`."""
         self.storages: dict[str, Storage] = {}
-        for slot in stored.slots:
+        for slot in (slot for slot in stored.slots if slot.suffix not in own):
             shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
             self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces, optional=slot.optional)
 

@@ -1,0 +1,13 @@
+"""Products of few rows launch what was compiled while weights loaded, by Triton's own account."""
+
+import pytest
+from tests.helpers.specializations import WEIGHTS, find, names_of
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_products_in_float16_launch_what_was_compiled_ahead_and_no_more(case: str) -> None:
+    """With every epilogue, with a bias and without, and nothing twice though layers are alike."""
+    found = find("linear", case)
+    assert set(found["launched"]) == set(found["ahead"])
+    assert len(set(found["ahead"])) == len(found["ahead"])
+    assert names_of(found["launched"]) == {"few_rows"}
