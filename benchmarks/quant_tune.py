@@ -26,7 +26,7 @@ from rackmount_registry.device.launch import launch_options
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
     16: ((64, 4, None), (128, 4, 128), (64, 2, None), (128, 2, None), (256, 8, 128)),
     32: ((128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None), (512, 16, None)),
-    64: ((128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
+    64: ((64, 4, None), (128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
     128: ((128, 4, None), (128, 8, None), (256, 8, None), (256, 16, 128)),
     256: ((64, 4, None), (128, 8, None)),
 }

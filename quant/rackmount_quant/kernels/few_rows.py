@@ -19,7 +19,7 @@ from rackmount_quant.kernels.planes import (
     int8_planes,
     plane_columns,
 )
-from rackmount_quant.kernels.stream_k import finish, rows_at, tile_rows
+from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
 from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import (
     unpack_fp8,
@@ -60,6 +60,7 @@ def few_rows_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    HALVES: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     EVEN_K: tl.constexpr,
@@ -78,9 +79,9 @@ def few_rows_kernel(
     ROWS_PER_SCALE], each for BLOCKS_PER_SCALE blocks, with `zeros` alike or None; else [N], one a
     row.
 
-    M is at most BLOCK_M. PARTS, `partials`, `arrivals`: see `stream_k.finish`. ALIGNED: no program
-    has blocks of two tiles. PREFETCH, SCALES_AHEAD: of so many blocks the words, or scales and
-    zeros, are called into L2 before x may be read.
+    M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
+    there. ALIGNED: no program has blocks of two tiles. PREFETCH, SCALES_AHEAD: of so many blocks
+    the words, or scales and zeros, are called into L2 before x may be read.
     """
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
@@ -107,10 +108,13 @@ def few_rows_kernel(
             if zeros is not None:
                 prefetch(zeros + place)
     if not GROUPED and ALIGNED:
-        row_scales = tl.load(scales + tile_rows(tile, N, BLOCK_N, SILU_MUL))
+        row_scales = load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, HALVES)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    if SCALED_SUMS:
+        group = (first - tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+        sum_scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
     # Sums of a loop that may be empty can come from no MMA. ptxas then runs all MMAs one by one.
     tl.assume(first < last)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -121,19 +125,18 @@ def few_rows_kernel(
         column = block * BLOCK_K
         rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
         group = block // BLOCKS_PER_SCALE * scale_stride
-        # Scales and zeros first: they are on their way while the words are waited for.
-        if GROUPED:
+        if GROUPED and not SCALED_SUMS:  # on its way while the words are waited for
             scale = tl.load(scales + group + rows // ROWS_PER_SCALE)
-        if zeros is None:
-            zero = None
-        else:
-            zero = tl.load(zeros + group + rows // ROWS_PER_SCALE).to(tl.float32)
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
         else:
             first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
             packed = tl.load(at, mask=first_column < K, other=0)
+        if zeros is None:
+            zero = None
+        else:
+            zero = tl.load(zeros + group + rows // ROWS_PER_SCALE).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
         part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALED_SUMS else acc
         if PLANES:
@@ -159,13 +162,21 @@ def few_rows_kernel(
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part)
         if SCALED_SUMS:
-            acc += part * scale.to(tl.float32)[:, None]
+            # The next block's, before they are needed.
+            following = tl.minimum(flat + 1, last - 1)
+            its_tile = tile if ALIGNED else following // blocks
+            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+            loaded = load_rows(
+                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES
+            )
+            acc += part * sum_scale.to(tl.float32)[:, None]
+            sum_scale = loaded
         else:
             acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation
             if (flat + 1 == last) | (flat + 1 == (tile + 1) * blocks):
                 if not GROUPED:
-                    acc *= tl.load(scales + tile_rows(tile, N, BLOCK_N, SILU_MUL))[:, None]
+                    acc *= load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, HALVES)[:, None]
                 finish(
                     acc, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
                     blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, COMPILED,

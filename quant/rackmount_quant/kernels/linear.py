@@ -227,6 +227,7 @@ def plan(
         "BLOCK_M": block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
+        "HALVES": tiling.block_n >= 32 * tiling.warps,
         "PARTS": triton.next_power_of_2(parts),
         "ALIGNED": tiling.aligned(k),
         "EVEN_K": k % tiling.block_k == 0,

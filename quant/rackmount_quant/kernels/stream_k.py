@@ -35,6 +35,36 @@ def rows_at(n, tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
 
 
 @triton.jit
+def load_rows(
+    at,
+    tile,
+    N,
+    BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr,
+    PER: tl.constexpr,
+    HALVES: tl.constexpr,
+):
+    """A value for each row of a tile, [BLOCK_N]; at `at` there is one for PER rows of the weight.
+
+    The compiler lets each thread load what it needs, and moves nothing through shared memory, where
+    a load has fewer elements than there are threads. HALVES: two loads of half a tile.
+    """
+    if HALVES:
+        n = tl.arange(0, BLOCK_N // 2)
+        if SILU_MUL:
+            first = tl.minimum(tile * (BLOCK_N // 2) + n, N // 2 - 1)
+            second = first + N // 2
+        else:
+            first = tl.minimum(tile * BLOCK_N + n, N - 1)
+            second = tl.minimum(tile * BLOCK_N + BLOCK_N // 2 + n, N - 1)
+        halves = tl.join(tl.load(at + first // PER), tl.load(at + second // PER))
+        values = halves.permute(1, 0).reshape(BLOCK_N)
+    else:
+        values = tl.load(at + tile_rows(tile, N, BLOCK_N, SILU_MUL) // PER)
+    return values
+
+
+@triton.jit
 def barrier():
     """All threads' stores come before what any of them does next. `tl.debug_barrier` would keep the
     compiler from pipelining the loop around it."""
