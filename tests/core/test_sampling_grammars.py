@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
+from threading import Timer
 
 import numpy as np
 import pytest
 import torch
 from tests.helpers.sampling import sample
 
-from rackmount.sampling import grammars
-from rackmount.sampling.grammars import RowGrammar
+from rackmount.sampling.grammars import COMPILE_S, RowGrammar
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.request import SamplingRequest
 from rackmount.sampling.sampler import Sampler
@@ -48,7 +48,11 @@ class Follows:
         bitmask[:] = np.packbits(marks, bitorder="little").view(np.int32)
 
 
-def row_grammar(grammar: Grammar | Exception | Future[Grammar], **params: object) -> RowGrammar:
+def row_grammar(
+    grammar: Grammar | Exception | Future[Grammar],
+    compile_s: float | None = COMPILE_S,
+    **params: object,
+) -> RowGrammar:
     given = SamplingParams(grammar=GrammarSpec(regex="-"), **params)
     future: Future[Grammar] = Future()
     if isinstance(grammar, Future):
@@ -61,7 +65,7 @@ def row_grammar(grammar: Grammar | Exception | Future[Grammar], **params: object
     request = SamplingRequest(
         params=given, seed=0, bad_words_ids=[], stop_ids=ends | {9}, end_ids=ends
     )
-    return RowGrammar(future, request, len(PROMPT), VOCAB)
+    return RowGrammar(future, request, len(PROMPT), VOCAB, compile_s)
 
 
 def allowed(grammar: RowGrammar, output: list[int]) -> set[int]:
@@ -99,15 +103,20 @@ def test_a_grammar_that_does_not_compile_after_all_leaves_its_row_nothing() -> N
     assert allowed(row_grammar(RequestError("too late")), []) == set()
 
 
-def test_a_grammar_that_does_not_compile_in_time_fails_its_row_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(grammars, "COMPILE_S", 0.05)
+def test_a_grammar_that_does_not_compile_in_time_fails_its_row_alone() -> None:
     late: Future[Grammar] = Future()
-    grammar = row_grammar(late)
+    grammar = row_grammar(late, compile_s=0.05)
     assert allowed(grammar, []) == set()
     late.set_result(Follows())
     assert allowed(grammar, []) == set()
+
+
+def test_a_rank_that_nobody_listens_to_gives_no_grammar_up() -> None:
+    """The first one may have it already: the ranks' tokens would differ from there on."""
+    late: Future[Grammar] = Future()
+    grammar = row_grammar(late, compile_s=None)
+    Timer(0.1, lambda: late.set_result(Follows())).start()
+    assert allowed(grammar, [])
 
 
 def test_stop_ids_wait_for_min_tokens_where_something_else_is_allowed() -> None:

@@ -18,7 +18,7 @@ from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
-from rackmount.sampling.grammars import Grammars
+from rackmount.sampling.grammars import COMPILE_S, Grammars
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.checkpoint import Checkpoint, Report, silent
 from rackmount_registry.executor import Seat
@@ -51,6 +51,7 @@ class RankProgram:
         manager = live.manager if live else PluginManager.discover()
         manager.prove(setup.manifest)
         self._setup, self._manager = setup, manager
+        self._leads = seat.rank == 0
         self._own = (
             None if live else open_model(Path(setup.path), manager, setup.config.load_format)
         )
@@ -81,7 +82,13 @@ class RankProgram:
         assert self._checkpoint is not None, "weights are loaded once"
         tokenizer = partial(_read_tokenizer, self._setup, self._manager)
         vocab_size = self._rack.draft.vocab_size
-        grammars = Grammars(self._setup.config, self._manager, tokenizer, vocab_size)
+        grammars = Grammars(
+            self._setup.config,
+            self._manager,
+            tokenizer,
+            vocab_size,
+            COMPILE_S if self._leads else None,
+        )
         self._worker = Worker(self._rack, self._checkpoint, self._report, grammars)
         self._checkpoint = None
         if self._own:

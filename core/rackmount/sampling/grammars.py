@@ -32,7 +32,6 @@ CHECK_S = 1.0
 """Most seconds that the door waits for the check of a grammar."""
 
 COMPILE_S = 10.0
-"""Most seconds that a step waits for a grammar, from when its request is admitted."""
 
 
 class Grammars:
@@ -41,6 +40,9 @@ class Grammars:
     Args:
         tokenizer: gives the model's, if it has one; called at most once.
         vocab_size: of the model.
+        compile_s: most seconds that a step waits for a grammar, from when its request is admitted.
+            None: as long as it takes, where nobody reads what is drawn. A rank that gave up a
+            grammar which the first rank follows would go on with another token than all others.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class Grammars:
         manager: PluginManager,
         tokenizer: "Callable[[], PreTrainedTokenizerBase | None]",
         vocab_size: int,
+        compile_s: float | None = COMPILE_S,
     ) -> None:
         self.vocab_size = vocab_size
+        self._compile_s = compile_s
         self._offer = choose_grammar_backend(config, manager)
         self._options = parse_options(config.plugin_config, manager.offers())
         self._tokenizer = tokenizer
@@ -92,7 +96,7 @@ class Grammars:
             return None
         backend = self._backend
         grammar = _in_thread(lambda: backend.compile(spec))
-        return RowGrammar(grammar, sampling, num_prompt_tokens, self.vocab_size)
+        return RowGrammar(grammar, sampling, num_prompt_tokens, self.vocab_size, self._compile_s)
 
     @property
     def _backend(self) -> GrammarBackend:
@@ -119,9 +123,10 @@ class RowGrammar:
         sampling: SamplingRequest,
         num_prompt_tokens: int,
         vocab_size: int,
+        compile_s: float | None,
     ) -> None:
         self._grammar, self._sampling = grammar, sampling
-        self._deadline = time.monotonic() + COMPILE_S
+        self._deadline = None if compile_s is None else time.monotonic() + compile_s
         self._num_read = num_prompt_tokens
         """Tokens of the row that were the prompt's, or that the matcher has taken."""
         self._min_position = num_prompt_tokens + sampling.params.min_tokens
@@ -151,8 +156,9 @@ class RowGrammar:
             return None
         if self._matcher is None:
             try:
-                patience_s = max(0.0, self._deadline - time.monotonic())
-                grammar = self._grammar.result(patience_s)
+                grammar = self._grammar.result(
+                    self._deadline and max(0.0, self._deadline - time.monotonic())
+                )
                 self._matcher = grammar.matcher(self._sampling.end_ids)
             except (RackmountError, TimeoutError):  # the request alone fails: it has no token left
                 self._is_lost = True
