@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Annotated
@@ -60,29 +60,44 @@ def run(
     with mounted:
         if expert_load and not mounted.core.expert_layers:
             raise ConfigError(f"--expert-load: {model} has no experts")
-        lines = startup_report(mounted.rack, mounted.core, mounted.manager)
-        typer.echo("\n".join(lines), err=True)
+        report_lines = startup_report(mounted.rack, mounted.core, mounted.manager)
+        typer.echo("\n".join(report_lines), err=True)
         params = replace(mounted.default_sampling_params, **given)
         if chat is None:
             template = getattr(mounted.tokenizer, "chat_template", None)
             chat = system is not None or template is not None
         messages = [] if system is None else [{"role": "system", "content": system}]
-        for line in _typed(as_json) if prompt is None else [prompt]:
-            asked = [*messages, {"role": "user", "content": line}]
-            try:
-                said = _answer(mounted, asked if chat else line, params, as_json)
-            except RequestError as error:
-                if prompt is not None:
-                    raise
-                if as_json:  # a line for each line
-                    typer.echo(json.dumps({"error": str(error)}, ensure_ascii=False))
-                typer.echo(f"error: {error}", err=True)
-                continue
-            messages = [*asked, {"role": "assistant", "content": said.text}]
-            if prompt is not None and said.finish_reason == "error":
-                raise typer.Exit(1)
+        lines = _typed(as_json) if prompt is None else [prompt]
+        _converse(mounted, lines, params, messages if chat else None, as_json, prompt is not None)
         if expert_load:
             typer.echo("\n".join(_table(mounted.expert_load())), err=True)
+
+
+def _converse(
+    engine: Engine,
+    lines: Iterable[str],
+    params: SamplingParams,
+    messages: list[dict[str, str]] | None,
+    as_json: bool,
+    is_alone: bool,
+) -> None:
+    """Answers each line, behind the messages before it where there is a conversation. What fails of
+    one that stands alone fails the command."""
+    for line in lines:
+        asked = None if messages is None else [*messages, {"role": "user", "content": line}]
+        try:
+            said = _answer(engine, asked or line, params, as_json)
+        except RequestError as error:
+            if is_alone:
+                raise
+            if as_json:  # a line for each line
+                typer.echo(json.dumps({"error": str(error)}, ensure_ascii=False))
+            typer.echo(f"error: {error}", err=True)
+            continue
+        if asked is not None:
+            messages = [*asked, {"role": "assistant", "content": said.text}]
+        if is_alone and said.finish_reason == "error":
+            raise typer.Exit(1)
 
 
 def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: bool) -> Answer:

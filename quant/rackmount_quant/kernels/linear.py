@@ -194,16 +194,9 @@ def plan(
     if parts > 1:
         size = (programs, 2, block_m, tiling.block_n)
         partials = torch.empty(size, dtype=torch.float32, device=x.device)
-    planes = tiling.planes(packed, block_m)
-    words = packed.words.view(torch.int16) if planes else packed.words
-    row_stride, block_stride = packed.strides(tiling.block_k)
-    if planes:
-        row_stride, block_stride = 2 * row_stride, 2 * block_stride
     arguments = {
+        **_of_weight(packed, tiling, block_m),
         "x": x,
-        "words": words,
-        "scales": packed.scales,
-        "zeros": packed.zeros,
         "bias": bias,
         "residual": residual,
         "out": out,
@@ -215,15 +208,7 @@ def plan(
         # One row has any stride, and the kernel wants one that keeps rows aligned.
         "x_stride": x.stride(0) if rows > 1 else k,
         "residual_stride": residual.stride(0) if residual is not None and rows > 1 else n,
-        "row_stride": row_stride,
-        "block_stride": block_stride,
-        "scale_stride": packed.scales.shape[-1],
         "share": tiling.share,
-        "FORMAT": packed.format,
-        "PLANES": planes,
-        "GROUPED": packed.group > 0,
-        "BLOCKS_PER_SCALE": max(1, packed.group // tiling.block_k),
-        "ROWS_PER_SCALE": packed.rows_per_scale,
         "BLOCK_M": block_m,
         "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
@@ -241,3 +226,22 @@ def plan(
     if tiling.registers is not None:
         arguments["maxnreg"] = tiling.registers
     return (programs,), arguments | launch_options(x.device)
+
+
+def _of_weight(packed: Packed, tiling: Tiling, block_m: int) -> dict[str, Any]:
+    """The weight as the kernel reads it."""
+    planes = tiling.planes(packed, block_m)
+    row_stride, block_stride = packed.strides(tiling.block_k)
+    return {
+        "words": packed.words.view(torch.int16) if planes else packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "row_stride": row_stride * (1 + planes),
+        "block_stride": block_stride * (1 + planes),
+        "scale_stride": packed.scales.shape[-1],
+        "FORMAT": packed.format,
+        "PLANES": planes,
+        "GROUPED": packed.group > 0,
+        "BLOCKS_PER_SCALE": max(1, packed.group // tiling.block_k),
+        "ROWS_PER_SCALE": packed.rows_per_scale,
+    }
