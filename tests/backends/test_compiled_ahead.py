@@ -45,6 +45,7 @@ def name_of(kind: str) -> str:
     [
         ("llama", {"linear", "silu_mul"}),
         ("llama with an FP8 cache", {"linear", "silu_mul"}),
+        ("llama with biases", {"linear", "silu_mul"}),
         (
             "qwen3-moe",
             {"linear", "gate", "route", "vector", "product", "combine", "place", "count"},

@@ -60,6 +60,7 @@ QWEN3: dict[str, Any] = LLAMA | {
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "llama": (LLAMA, {}),
     "llama with an FP8 cache": (LLAMA, {"kv_cache_dtype": "fp8", "kv_scale": 1.0}),
+    "llama with biases": (LLAMA | {"attention_bias": True}, {}),
     "qwen3-moe": (QWEN3, {}),
 }
 """A model's config and an engine's arguments."""

@@ -49,7 +49,9 @@ class TritonLinear:
         self.choose = choose
         self._ahead = AheadCompiler()
 
-    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Prepared:
+    def prepare(
+        self, weight: Weight, uses: Collection[str] = (), *, bias: bool = False
+    ) -> Prepared:
         """The weight itself, with a tiling for every number of rows; kernels for `uses` begin to be
         compiled."""
         dense = weight.tensors["weight"]
@@ -61,12 +63,13 @@ class TritonLinear:
         }
         prepared = Prepared(dense, arrivals, tilings)
         for use in uses:
-            self._compile(prepared, "none" if use == "run" else use)
+            self._compile(prepared, "none" if use == "run" else use, bias)
         return prepared
 
-    def _compile(self, prepared: Prepared, epilogue: str) -> None:
+    def _compile(self, prepared: Prepared, epilogue: str, has_bias: bool) -> None:
         """Kernels for any number of rows."""
         weight = prepared.weight
+        bias = weight.new_empty(len(weight)) if has_bias else None
         if epilogue == "silu_mul":  # on what cuBLAS makes
             silu_mul.prepare(*weight.new_empty(1, len(weight)).chunk(2, -1))
         for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
@@ -76,7 +79,7 @@ class TritonLinear:
             x = weight.new_empty(rows, weight.shape[1])
             out = weight.new_empty(rows, len(weight) // 2 if silu else len(weight))
             residual = out if epilogue == "add" else None
-            _, arguments = plan(tiling, x, prepared, None, residual, out, silu)
+            _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
             aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
             key = traits(linear_kernel, arguments | aligned)
             self._ahead.start(linear_kernel, key, arguments)
