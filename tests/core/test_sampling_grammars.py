@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from threading import Timer
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
 import torch
 from tests.helpers.sampling import sample
 
-from rackmount.sampling.grammars import COMPILE_S, RowGrammar
+from rackmount.config import EngineConfig
+from rackmount.sampling.grammars import COMPILE_S, Grammars, RowGrammar
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.request import SamplingRequest
 from rackmount.sampling.sampler import Sampler
@@ -17,6 +19,7 @@ from rackmount.sampling.table import SamplingTable
 from rackmount_registry.errors import RequestError
 from rackmount_registry.grammar import Grammar, GrammarSpec
 from rackmount_registry.ops import reference_ops
+from rackmount_registry.plugins import PluginManager
 
 VOCAB, END = 97, 96
 PROMPT = [5, 6, 7]
@@ -50,7 +53,7 @@ class Follows:
 
 def row_grammar(
     grammar: Grammar | Exception | Future[Grammar],
-    compile_s: float | None = COMPILE_S,
+    compile_s: float = COMPILE_S,
     **params: object,
 ) -> RowGrammar:
     given = SamplingParams(grammar=GrammarSpec(regex="-"), **params)
@@ -111,12 +114,44 @@ def test_a_grammar_that_does_not_compile_in_time_fails_its_row_alone() -> None:
     assert allowed(grammar, []) == set()
 
 
-def test_a_rank_that_nobody_listens_to_gives_no_grammar_up() -> None:
-    """The first one may have it already: the ranks' tokens would differ from there on."""
-    late: Future[Grammar] = Future()
-    grammar = row_grammar(late, compile_s=None)
-    Timer(0.1, lambda: late.set_result(Follows())).start()
-    assert allowed(grammar, [])
+class Slow:
+    """A backend that compiles when told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[GrammarSpec] = []
+        self.go = Event()
+
+    def compile(self, spec: GrammarSpec) -> Follows:
+        self.begun.append(spec)
+        assert self.go.wait(30)
+        return Follows()
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_is_not_compiled() -> None:
+    """One compiles at a time: the others would take the cores from everybody's steps."""
+    config = EngineConfig.create(model="-")
+    grammars = Grammars(config, PluginManager.discover(), lambda: None, VOCAB)
+    backend = Slow()
+    grammars._made = backend  # type: ignore[assignment]  # compiles, and checks nothing
+
+    def follow(text: str) -> RowGrammar:
+        params = SamplingParams(grammar=GrammarSpec(regex=text))
+        ends = frozenset({END})
+        request = SamplingRequest(
+            params=params, seed=0, bad_words_ids=[], stop_ids=ends, end_ids=ends
+        )
+        row = grammars.follow(request, len(PROMPT))
+        assert row is not None
+        return row
+
+    first = follow("a")
+    while not backend.begun:
+        sleep(0.001)
+    follow("b")  # its request ends before its turn comes
+    third = follow("c")
+    backend.go.set()
+    assert allowed(first, []) and allowed(third, [])
+    assert [spec.regex for spec in backend.begun] == ["a", "c"]
 
 
 def test_stop_ids_wait_for_min_tokens_where_something_else_is_allowed() -> None:

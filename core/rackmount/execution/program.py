@@ -18,7 +18,7 @@ from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
-from rackmount.sampling.grammars import COMPILE_S, Grammars
+from rackmount.sampling.grammars import COMPILE_S, FOLLOWER_COMPILE_S, Grammars
 from rackmount.scheduling.plan import StepPlan
 from rackmount_registry.checkpoint import Checkpoint, Report, silent
 from rackmount_registry.executor import Seat
@@ -87,7 +87,7 @@ class RankProgram:
             self._manager,
             tokenizer,
             vocab_size,
-            COMPILE_S if self._leads else None,
+            COMPILE_S if self._leads else FOLLOWER_COMPILE_S,
         )
         self._worker = Worker(self._rack, self._checkpoint, self._report, grammars)
         self._checkpoint = None

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, TypeVar, cast
+from weakref import ref
 
 import numpy as np
 
@@ -32,6 +33,10 @@ CHECK_S = 1.0
 """Most seconds that the door waits for the check of a grammar."""
 
 COMPILE_S = 10.0
+"""Most seconds that a step waits for a grammar, from when its request is admitted."""
+FOLLOWER_COMPILE_S = 2 * COMPILE_S
+"""The same of a rank whose answer nobody reads. Were it to give up a grammar that the first rank
+follows, it would go on with another token: it gives up later than that one."""
 
 
 class Grammars:
@@ -40,9 +45,7 @@ class Grammars:
     Args:
         tokenizer: gives the model's, if it has one; called at most once.
         vocab_size: of the model.
-        compile_s: most seconds that a step waits for a grammar, from when its request is admitted.
-            None: as long as it takes, where nobody reads what is drawn. A rank that gave up a
-            grammar which the first rank follows would go on with another token than all others.
+        compile_s: `COMPILE_S`, or that of a follower.
     """
 
     def __init__(
@@ -51,7 +54,7 @@ class Grammars:
         manager: PluginManager,
         tokenizer: "Callable[[], PreTrainedTokenizerBase | None]",
         vocab_size: int,
-        compile_s: float | None = COMPILE_S,
+        compile_s: float = COMPILE_S,
     ) -> None:
         self.vocab_size = vocab_size
         self._compile_s = compile_s
@@ -60,6 +63,8 @@ class Grammars:
         self._tokenizer = tokenizer
         self._lock = Lock()
         self._made: GrammarBackend | None = None
+        self._compiling = Lock()
+        """One compiles at a time: the steps need the other cores."""
 
     def prepare(self) -> None:
         """Makes the backend in a thread, if requests can have grammars, before the first does."""
@@ -90,13 +95,23 @@ class Grammars:
 
     def follow(self, sampling: SamplingRequest, num_prompt_tokens: int) -> "RowGrammar | None":
         """What holds a row to its request's grammar, if it has one. Compiles it in a thread: the
-        model computes the prompt meanwhile."""
+        model computes the prompt meanwhile. What waits for its turn is not compiled any more once
+        nobody holds the row's grammar."""
         spec = sampling.params.grammar
         if spec is None:
             return None
-        backend = self._backend
-        grammar = _in_thread(lambda: backend.compile(spec))
-        return RowGrammar(grammar, sampling, num_prompt_tokens, self.vocab_size, self._compile_s)
+        backend, future = self._backend, Future[Grammar]()
+        row = RowGrammar(future, sampling, num_prompt_tokens, self.vocab_size, self._compile_s)
+        wanted = ref(row)
+
+        def compiled() -> Grammar:
+            with self._compiling:
+                if wanted() is None:
+                    raise RequestError("grammar: its request has ended")
+                return backend.compile(spec)
+
+        _in_thread(compiled, future)
+        return row
 
     @property
     def _backend(self) -> GrammarBackend:
@@ -123,10 +138,10 @@ class RowGrammar:
         sampling: SamplingRequest,
         num_prompt_tokens: int,
         vocab_size: int,
-        compile_s: float | None,
+        compile_s: float,
     ) -> None:
         self._grammar, self._sampling = grammar, sampling
-        self._deadline = None if compile_s is None else time.monotonic() + compile_s
+        self._deadline = time.monotonic() + compile_s
         self._num_read = num_prompt_tokens
         """Tokens of the row that were the prompt's, or that the matcher has taken."""
         self._min_position = num_prompt_tokens + sampling.params.min_tokens
@@ -156,9 +171,7 @@ class RowGrammar:
             return None
         if self._matcher is None:
             try:
-                grammar = self._grammar.result(
-                    self._deadline and max(0.0, self._deadline - time.monotonic())
-                )
+                grammar = self._grammar.result(max(0.0, self._deadline - time.monotonic()))
                 self._matcher = grammar.matcher(self._sampling.end_ids)
             except (RackmountError, TimeoutError):  # the request alone fails: it has no token left
                 self._is_lost = True
@@ -169,15 +182,15 @@ class RowGrammar:
         return None if self._is_lost else self._matcher
 
 
-def _in_thread(work: Callable[[], T]) -> "Future[T]":
+def _in_thread(work: Callable[[], T], future: "Future[T] | None" = None) -> "Future[T]":
     """What `work` gives, from a thread that holds up neither the others nor the process's end."""
-    future: Future[T] = Future()
+    given: Future[T] = Future() if future is None else future
 
     def run() -> None:
         try:
-            future.set_result(work())
+            given.set_result(work())
         except BaseException as error:
-            future.set_exception(error)
+            given.set_exception(error)
 
     Thread(target=run, name="grammar", daemon=True).start()
-    return future
+    return given

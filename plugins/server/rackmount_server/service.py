@@ -149,6 +149,8 @@ def _check_end(chunk: TextChunk, params: SamplingParams) -> None:
         rules = [name for name in RULES if getattr(params, name)]
         if rules:
             text = f"{', '.join(rules)} left no token to sample"
+            if params.grammar:
+                text += ", or the grammar took too long to compile"
             raise ApiError(400, text, param=rules[0], code="no_token_left")
         raise ApiError(500, "the model's output left no token to sample", code="model_failure")
     if chunk.finish_reason == "abort":

@@ -1,6 +1,7 @@
 """Grammars by xgrammar: https://arxiv.org/abs/2411.15100."""
 
 import json
+import os
 import re
 from collections.abc import Collection
 from functools import cached_property
@@ -14,8 +15,8 @@ from rackmount_registry.grammar import GrammarContext, GrammarSpec
 from rackmount_xgrammar.schema import check_schema
 from rackmount_xgrammar.vocabulary import texts_of
 
-NUM_THREADS = 4
-"""Of one compilation."""
+MOST_THREADS = 4
+"""Of one compilation, and no more than half of the cores: the steps need the others."""
 CACHE_BYTES = 2**28
 """Of compiled grammars that are kept."""
 MAX_CHOICES = 1000
@@ -69,7 +70,7 @@ class Compiler:
         self.texts = texts
         info = xgrammar.TokenizerInfo(texts, stop_token_ids=[])
         self._compiler = xgrammar.GrammarCompiler(
-            info, max_threads=NUM_THREADS, cache_limit_bytes=CACHE_BYTES
+            info, max_threads=num_threads(), cache_limit_bytes=CACHE_BYTES
         )
 
     def compile(self, spec: GrammarSpec) -> "XGrammarGrammar":
@@ -138,6 +139,11 @@ def _check_size(spec: GrammarSpec) -> None:
         raise RequestError(
             f"{spec.form}: {num_bytes} bytes of text; at most {MAX_BYTES[spec.form]} are taken"
         )
+
+
+def num_threads() -> int:
+    """Of one compilation."""
+    return max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
 
 
 def _compile(compiler: xgrammar.GrammarCompiler, spec: GrammarSpec) -> xgrammar.CompiledGrammar:
