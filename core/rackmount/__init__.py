@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rackmount.execution.expert_load import ExpertLoad
     from rackmount.loading.locate import locate, open_model, read_config
     from rackmount.rack import Rack, draft_rack
+    from rackmount.report import startup_report
     from rackmount.sampling.params import SamplingParams
     from rackmount.sampling.request import TokenLogprobs
     from rackmount.scheduling.config import SchedulerConfig
@@ -51,6 +52,7 @@ __all__ = [
     "open_model",
     "progress",
     "read_config",
+    "startup_report",
     "unfold",
 ]
 
@@ -81,6 +83,7 @@ _HOMES = {
     "open_model": "rackmount.loading.locate",
     "progress": "rackmount.cli.progress",
     "read_config": "rackmount.loading.locate",
+    "startup_report": "rackmount.report",
     "unfold": "rackmount.cli.options",
 }
 

@@ -156,7 +156,8 @@ def test_the_command_writes_what_it_prints(
     )  # fmt: skip
     assert outcome.exit_code == 0, outcome.output
     record = json.loads(file.read_text())
-    assert f"perplexity {record['perplexity']:.4f}, " in outcome.output
+    assert f"perplexity {record['perplexity']:.4f}, " in outcome.stdout
+    assert "attention_backend:" in outcome.stderr, "what was mounted decides what is measured"
     assert (record["context"], record["stride"], record["max_tokens"]) == (32, 16, 40)
     assert record["tokens"] == record["bytes"] == 40 - (not reads[2])
     assert record["engine"]["arguments"]["enable_prefix_caching"] is False

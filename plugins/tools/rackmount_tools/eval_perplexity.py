@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rackmount import Engine, EngineOptions, Model, progress, unfold
+from rackmount import Engine, EngineOptions, Model, progress, startup_report, unfold
 from rackmount_registry.errors import ConfigError
 from rackmount_tools.perplexity import measure_perplexity
 from rackmount_tools.record import JsonFile, describe_engine, write_record
@@ -53,6 +53,7 @@ def evaluate(
         progress() as report,
         Engine(model, manager=ctx.obj, report=report, **arguments) as mounted,
     ):
+        typer.echo("\n".join(startup_report(mounted.rack, mounted.core, ctx.obj)), err=True)
         start = time.perf_counter()
         found = measure_perplexity(
             mounted, text, context=context, stride=stride, max_tokens=max_tokens, report=report
