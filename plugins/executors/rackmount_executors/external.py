@@ -89,6 +89,10 @@ class _Wire:
         self.rank, self.num_ranks = rank, num_ranks
         self._group = dist.new_group(backend="gloo", timeout=PATIENCE) if num_ranks > 1 else None
 
+    def drop(self) -> None:
+        """Lets go of the group, whose threads must end before the process begins to."""
+        self._group = None
+
     def spread(self, message: bytes) -> bytes:
         """Rank 0's message, on every rank."""
         if self._group is None:
@@ -155,4 +159,5 @@ def _end(wire: _Wire, close: Callable[[], None]) -> None:
     if wire.rank == 0:
         wire.spread(b"")
     close()
+    wire.drop()
     leave()
