@@ -1,6 +1,7 @@
 """The process of a rank."""
 
 import os
+import sys
 import threading
 import time
 import traceback
@@ -40,6 +41,9 @@ def main(line_fd: int, memory_fd: int, written_fd: int, freed_fd: int) -> None:
         with suppress(OSError):  # the driver may be gone by now
             line.send_bytes(Frame(orders.rank, Kind.ERROR, body=body).pack())
         os._exit(1)  # in order, it would wait for ranks that wait for it
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # all is closed; in order, gloo's threads may outlive the interpreter, and abort
 
 
 def _serve(orders: Orders, line: Connection, ring: RingReader) -> None:
