@@ -114,7 +114,8 @@ def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
     for form, (name, (n, k, epilogues)) in itertools.product(formats, shapes.items()):
         first = bench.copies(form, n, k)[0]
         for r in rows:
-            tiling = tuning.choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
+            choose = tuning.choose_rounded if FORMATS[form].rounded else tuning.choose
+            tiling = choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
             few = bench.us(form, n, k, r, epilogues[0], tiling) if tiling else float("inf")
             many = bench.us(form, n, k, r, epilogues[0], None)
             rate = bytes_of(first) / few * 1e6

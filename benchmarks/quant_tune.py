@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import triton
 from decode_gemm import CEILING, SHARED_MEMORY, serialize
-from quant_weights import DTYPE, Bench, bytes_of
+from quant_weights import DTYPE, FORMATS, Bench, bytes_of
 
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.few_rows import few_rows_kernel
@@ -25,7 +25,7 @@ from rackmount_registry.device.launch import launch_options
 
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
     16: ((64, 4, None), (128, 4, 128), (64, 2, None), (128, 2, None), (256, 8, 128)),
-    32: ((128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None), (512, 16, None)),
+    32: ((64, 4, None), (128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
     64: ((64, 4, None), (128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
     128: ((128, 4, None), (128, 8, None), (256, 8, None), (256, 16, 128)),
     256: ((64, 4, None), (128, 8, None)),
@@ -54,7 +54,9 @@ def candidates(problem: Problem, first: Prepared, num_sms: int) -> Iterator[Tili
     width, block_m = tuning.block_k_of(packed), tuning.block_m(problem.rows)
     if width is None:
         return
-    wider = packed.panel is None and not packed.group and k % 256 == 0 and block_m <= 16
+    rounded = FORMATS[problem.form].rounded is not None
+    wider = packed.panel is None and not packed.group and k % 256 == 0
+    wider = wider and (rounded or block_m <= 16)
     widths = (width, 256) if wider else (width,)
     for (block_n, warps, registers), block_k in itertools.product(CUTS[block_m], widths):
         blocks = -(-k // block_k)
@@ -67,7 +69,7 @@ def candidates(problem: Problem, first: Prepared, num_sms: int) -> Iterator[Tili
             tiling = Tiling(block_n, block_k, share, stages, warps, 2, registers)
             if not LEAST_PROGRAMS <= programs <= MOST_PROGRAMS or stages > share + 1:
                 continue
-            stage = read + 2 * block_m * block_k
+            stage = read + (1 if rounded else 2) * block_m * block_k
             resident = min(programs, SHARED_MEMORY // ((stages - 1) * stage))
             in_flight = min(stages - 1, share) * read * resident
             enough = in_flight >= FEWEST_BYTES_IN_FLIGHT or stages == min(share + 1, STAGES[-1])
@@ -81,10 +83,12 @@ def build(packed: Packed, problem: Problem, tiling: Tiling) -> None:
     arrivals = torch.empty(packed.n, dtype=torch.int32, device=meta)
     prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
     x = torch.empty((problem.rows, problem.k), dtype=DTYPE, device=meta)
+    rounding = FORMATS[problem.form].rounded
     columns = problem.n // 2 if silu else problem.n
     out = torch.empty((problem.rows, columns), dtype=DTYPE, device=meta)
     residual = out if problem.epilogue == "add" else None
-    grid, arguments = plan(tiling, x, prepared, None, residual, out, silu)
+    given = x if rounding is None else rounding.empty(x)
+    grid, arguments = plan(tiling, given, prepared, None, residual, out, silu)
     arguments |= launch_options(torch.device("cuda")) | {"COMPILED": True}
     few_rows_kernel.warmup(grid=grid, **arguments)
 
@@ -193,16 +197,20 @@ class Search:
 
     def write(self, near: dict[Problem, Problem], out: Path) -> None:
         """The table, or more of it: of each problem the best tiling that was timed for it, or else
-        for the one near it, and null where the way for many rows, if timed, was faster."""
+        for the one near it, and null where the way for many rows, if timed, was faster, or for few
+        rounded ones."""
         table: dict[str, dict[str, list | None]] = {}
         for problem, other in near.items():
             source = problem if self.best(problem, 1) else other
             for tiling in self.best(source, 1):
                 first, us = self.first(problem), self.rankings[source][tiling]
                 shape = f"{problem.n}x{problem.k} {problem.epilogue}"
-                many = self.many(problem)
+                many = min(self.many(problem), self.rounded(problem))
                 values = list(asdict(tiling).values()) if us < many else None
-                table.setdefault(f"{first.packed.kind} {shape}", {})[str(problem.rows)] = values
+                kind = first.packed.kind
+                if FORMATS[problem.form].rounded is not None:
+                    kind += " rounded"
+                table.setdefault(f"{kind} {shape}", {})[str(problem.rows)] = values
                 rate = bytes_of(first) / us * 1e6
                 print(
                     f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us "
@@ -217,6 +225,11 @@ class Search:
         about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
         names = [field.name for field in fields(Tiling)]
         out.write_text(serialize(about | {"fields": names, "shapes": known}))
+
+    def rounded(self, problem: Problem) -> float:
+        """Microseconds of the product of few rounded rows, as far as it was timed."""
+        twin = replace(problem, form=f"{problem.form}-rounded")
+        return min(self.rankings.get(twin, {}).values(), default=float("inf"))
 
     def many(self, problem: Problem) -> float:
         """Microseconds of the way for many rows; not timed twice, nor once time is up."""

@@ -18,6 +18,7 @@ from rackmount_quant.kernels.fp8 import Fp8Linear
 from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
+from rackmount_quant.kernels.rounding import RoundedRows, Rounding
 from rackmount_quant.kernels.tuning import BUCKETS, Tiling
 from rackmount_registry.formats import EPILOGUES, Weight
 
@@ -78,6 +79,8 @@ class Format:
 
     kernel: Callable[..., QuantizedLinear]
     make: Callable[[int, int], Weight]
+    rounded: Rounding | None = None
+    """How inputs of few rows are rounded; None: not at all."""
 
 
 FORMATS = {
@@ -90,6 +93,10 @@ FORMATS = {
     "fp8": Format(Fp8Linear, floats),
     "fp8-blocks": Format(Fp8Linear, blocks),
     "int8": Format(Int8Linear, rows8),
+    "fp8-rounded": Format(Fp8Linear, floats, Rounding(dtype=torch.float8_e4m3fn, per="token")),
+    "fp8-blocks-rounded": Format(
+        Fp8Linear, blocks, Rounding(dtype=torch.float8_e4m3fn, per="group")
+    ),
 }
 
 
@@ -98,7 +105,9 @@ def kernel_of(weight: Weight) -> QuantizedLinear:
     return kernels.get(weight.format, Fp8Linear)()
 
 
-def call(kernel: QuantizedLinear, prepared: Prepared, x: Tensor, epilogue: str) -> Tensor:
+def call(
+    kernel: QuantizedLinear, prepared: Prepared, x: Tensor | RoundedRows, epilogue: str
+) -> Tensor:
     if epilogue == "silu_mul":
         return kernel.run_silu_mul(x, prepared, None)
     if epilogue == "add":
@@ -111,10 +120,15 @@ def residual_of(rows: int, n: int) -> Tensor:
     return torch.randn(rows, n, dtype=DTYPE, device="cuda")
 
 
-def forced(prepared: Prepared, tiling: Tiling | None) -> Prepared:
-    """The same weight with one tiling for all products."""
-    every = (tiling,) * len(BUCKETS)
-    return replace(prepared, tilings={epilogue: every for epilogue in ("none", *EPILOGUES)})
+def forced(prepared: Prepared, tiling: Tiling | None, rounded: bool = False) -> Prepared:
+    """The same weight with one tiling for all products, of rounded inputs or of others."""
+    tilings, none = (
+        {epilogue: (each,) * len(BUCKETS) for epilogue in ("none", *EPILOGUES)}
+        for each in (tiling, None)
+    )
+    if not rounded:
+        return replace(prepared, tilings=tilings)
+    return replace(prepared, tilings=none, many=replace(prepared.many, tilings=tilings))
 
 
 class Bench:
@@ -135,10 +149,17 @@ class Bench:
     def us(
         self, form: str, n: int, k: int, rows: int, epilogue: str, tiling: Tiling | None
     ) -> float:
-        """Microseconds of a product, one of many in a graph; infinite where it cannot run."""
+        """Microseconds of a product, one of many in a graph; infinite where it cannot run. A format
+        with rounded inputs is given them rounded, as by the norm before; where a residual is added
+        there is none before, and the pass that rounds them counts."""
         kernel, copies = FORMATS[form].kernel(), self.copies(form, n, k)
-        forms = [forced(copy, tiling) for copy in copies * -(-8 // len(copies))]
+        rounded = FORMATS[form].rounded
+        forms = [
+            forced(copy, tiling, rounded is not None) for copy in copies * -(-8 // len(copies))
+        ]
         x = torch.randn(rows, k, dtype=DTYPE, device="cuda")
+        if rounded is not None and epilogue != "add":
+            x = rounded.round(x)
         try:
             call(kernel, forms[0], x, epilogue)
             return graph_us([partial(call, kernel, p, x, epilogue) for p in forms], self.samples)

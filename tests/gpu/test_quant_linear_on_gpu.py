@@ -1,5 +1,6 @@
 """Kernels for quantized weights, compiled: against float64, in every way to cut a weight."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.rounding import LARGEST, Rounding
-from rackmount_quant.kernels.tuning import Tiling, block_k_of
+from rackmount_quant.kernels.tuning import BUCKETS, Tiling, block_k_of
 from rackmount_registry.formats import Weight
 
 pytestmark = pytest.mark.gpu
@@ -236,14 +237,42 @@ def test_many_rows_are_rounded_as_the_scheme_says(make: Callable[[], Weight]) ->
 
     for rows in (1, 17, 300, 1000):
         x = torch.randn(rows, 2048, device="cuda").bfloat16()
-        values, scales = defined(x, how)
-        spread = scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
-        wide = (values * spread).double() @ weight.dequantize().double().T
+        wide = rounded_product(x, how, weight)
         for out in (
             kernel.run(x, prepared, None),
             kernel.run(how.round(x), prepared, None),
         ):
             assert float((out.double() - wide).norm() / wide.norm()) < 8e-3
+
+
+def rounded_product(x: Tensor, how: Rounding, weight: Weight) -> Tensor:
+    """In float64, of x rounded by its definition."""
+    values, scales = defined(x, how)
+    spread = scales.repeat_interleave(values.shape[1] // scales.shape[1], 1)
+    return (values * spread).double() @ weight.dequantize().double().T
+
+
+@MANY_ROWS
+@pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
+def test_few_rounded_rows_give_the_product(make: Callable[[], Weight], tiling: Tiling) -> None:
+    weight = make()
+    kernel, prepared = prepare(weight, None)
+    if prepared.many is None:
+        pytest.skip("this GPU has no such product")
+    tilings = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
+    how: Rounding = prepared.many.rounding
+    made = kernel, replace(prepared, many=replace(prepared.many, tilings=tilings))
+    for rows, epilogue in itertools.product((1, 16, 17, 64), EPILOGUES):
+        x = torch.randn(rows, 2048, device="cuda").bfloat16()
+        wide = rounded_product(x, how, weight)
+        if epilogue == "silu_mul":
+            gate, up = wide.chunk(2, -1)
+            wide = F.silu(gate) * up
+        elif epilogue == "add":
+            wide = wide + 1
+        out = product(epilogue, x, made, None).double()
+        assert float((out - wide).norm() / wide.norm()) < 8e-3
+    assert not prepared.arrivals.any()
 
 
 @MANY_ROWS

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.helpers.interpreter import last_program_first, mend_loops
+from tests.helpers.interpreter import last_program_first, mend_casts, mend_loops
 from tests.helpers.weights import fp8_blocks, fp8_rows, int8_rows, int_groups, poison
 from torch import Tensor
 
@@ -15,7 +15,9 @@ from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.many_rows import dequantize
-from rackmount_quant.kernels.tuning import MAX_ROWS, Tiling, block_k_of
+from rackmount_quant.kernels.rounded_linear import RoundedProduct
+from rackmount_quant.kernels.rounding import RoundedRows, Rounding
+from rackmount_quant.kernels.tuning import BUCKETS, MAX_ROWS, Tiling, block_k_of
 from rackmount_registry.device.unpack import deinterleave
 from rackmount_registry.formats import Weight
 
@@ -68,14 +70,15 @@ def prepare(
 
 def hold(
     epilogue: str,
-    x: Tensor,
+    x: Tensor | RoundedRows,
     weight: Weight,
     made: tuple[QuantizedLinear, Prepared],
     bias: Tensor | None = None,
+    exact: Tensor | None = None,
 ) -> Tensor:
-    """The product with its epilogue, held to float64."""
+    """The product with its epilogue, held to float64; `exact` is what a rounded x stands for."""
     (kernel, prepared), n = made, weight.out_features
-    wide = x.double() @ weight.dequantize().double().T
+    wide = (x if exact is None else exact).double() @ weight.dequantize().double().T
     wide = wide if bias is None else wide + bias.double()
     if epilogue == "none":
         out = kernel.run(x, prepared, bias)
@@ -190,6 +193,63 @@ def test_a_rounded_input_is_that_of_the_kernel() -> None:
         torch.testing.assert_close(
             method(rounded, prepared, None), method(wanted, many, None), rtol=2e-2, atol=0.2
         )
+
+
+ROUNDED: dict[str, Callable[[], Weight]] = {
+    "int8 token": lambda: int8_rows(48, 80, "token"),
+    "int8 static": lambda: int8_rows(48, 72, "tensor"),
+    "fp8 token": lambda: fp8_rows(40, 144, "token"),
+    "fp8 static, odd": lambda: fp8_rows(38, 51, "tensor"),
+    "fp8 blocks": lambda: fp8_blocks((128, 40), 300, "group"),
+    "fp8 blocks, parts cut off": lambda: fp8_blocks((20, 44), 160, "group"),
+}
+
+
+@pytest.mark.parametrize("share", [2, 3, 100])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("name", ROUNDED)
+def test_few_rounded_rows_give_their_product(
+    monkeypatch: pytest.MonkeyPatch, name: str, epilogue: str, share: int
+) -> None:
+    mend_casts(monkeypatch)
+    weight = ROUNDED[name]()
+    rounding = Rounding(
+        dtype=torch.int8 if "int8" in name else torch.float8_e4m3fn,
+        per=weight.activation,
+        given=weight.tensors.get("input_scale"),
+    )
+    kernel = KERNELS.get(weight.format, Fp8Linear)(lambda *_: None)
+    prepared = kernel.prepare(weight)
+    tiling = Tiling(32, 32, share, stages=3, warps=4, prefetch=2, registers=None)
+    tilings = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
+    words = prepared.packed.words.view(rounding.dtype)
+    many = RoundedProduct(rounding=rounding, values=words, scales=words, tilings=tilings)
+    prepared = replace(prepared, many=many)
+    bias = torch.randn(weight.out_features).half()
+    for rows in (1, 5, 17):
+        assert kernel.adds(prepared, rows)
+        rounded = rounding.round(draw(rows, weight))
+        values = deinterleave(rounded.values[:rows].double(), 8)[:, : weight.in_features]
+        scales = rounded.scales[:rows].double()
+        if weight.activation == "group":
+            scales = scales.repeat_interleave(128, 1)[:, : weight.in_features]
+        hold(epilogue, rounded, weight, (kernel, prepared), bias, exact=values * scales)
+
+
+def test_rows_are_rounded_for_the_kernel_where_the_exact_one_is_not_chosen() -> None:
+    weight = int8_rows(48, 80, "token")
+    tiling = Tiling(32, 32, 3, stages=3, warps=4, prefetch=0, registers=None)
+    kernel = Int8Linear(lambda *_: None, lambda *_: tiling)
+    prepared, x = kernel.prepare(weight), draw(3, weight)
+    assert kernel.rounds(prepared, 3) and kernel.adds(prepared, 3)
+    rounded = prepared.many.rounding.round(x)
+    for method in (kernel.run, kernel.run_silu_mul):
+        assert torch.equal(method(x, prepared, None), method(rounded, prepared, None))
+    exact = Int8Linear(lambda *_: tiling, lambda *_: tiling)
+    prepared = exact.prepare(weight)
+    assert not exact.rounds(prepared, 3)
+    hold("none", x, weight, (exact, prepared))
+    assert len(exact.run(x[:0], prepared, None)) == 0
 
 
 def test_prepared_words_hold_the_weight_once() -> None:

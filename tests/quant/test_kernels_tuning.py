@@ -95,7 +95,8 @@ def test_shipped_tables_hold_legal_tilings() -> None:
     folder = files(tuning.__package__) / "tuned"
     for file in folder.iterdir() if folder.is_dir() else ():
         for name, row in tuning.parse(json.loads(file.read_text())).items():
-            kind, shape, epilogue = name.split()
+            kind, *rounded, shape, epilogue = name.split()
+            assert rounded in ([], ["rounded"])
             assert epilogue in ("none", *EPILOGUES) and set(row) <= set(BUCKETS)
             k, group = int(shape.split("x")[1]), kind.split("/")[1]
             for tiling in filter(None, row.values()):

@@ -11,11 +11,7 @@ CODE says how a weight is stored: "dense", or by words of "int4", "int8", "fp8" 
 import triton
 import triton.language as tl
 
-from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
-
-GROUPS_AHEAD: tl.constexpr = tl.constexpr(32)
-"""Groups whose scales are called at a tile's start."""
 
 
 @triton.jit
@@ -45,7 +41,7 @@ def gated(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def scale_rows(rows, N, BLOCKS: tl.constexpr, GATED: tl.constexpr):
+def scale_rows_of(rows, N, BLOCKS: tl.constexpr, GATED: tl.constexpr):
     """Which row of scales a row of the weight has: its own or, with BLOCKS, that of its block of
     128, which begin anew with the up rows."""
     if BLOCKS and GATED:
@@ -102,29 +98,6 @@ def load_tokens(token_at, valid, order, block, K, BLOCK_K: tl.constexpr, EVEN: t
     elif not EVEN:
         mask = mask & (k < K)[None, :]
     return tl.load(token_at[:, None] + k[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def call_scales(
-    scales,
-    zeros,
-    expert,
-    tile,
-    N,
-    groups,
-    scale_stride,
-    BLOCK_N: tl.constexpr,
-    SCALE_BLOCKS: tl.constexpr,
-    GATED: tl.constexpr,
-):
-    """Calls a tile's scales and zeros, of its first groups, into L2: a program that waited for the
-    memory in each block would spend most of its time so."""
-    group = expert.to(tl.int64) * groups + tl.minimum(tl.arange(0, GROUPS_AHEAD), groups - 1)
-    rows = tile_rows(tl.arange(0, BLOCK_N // 8) * 8, tile, N, BLOCK_N, GATED)
-    scale_row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
-    prefetch(scales + (group * scale_stride)[:, None] + scale_row[None, :])
-    if zeros is not None:
-        prefetch(zeros + (group * N)[:, None] + rows[None, :])
 
 
 @triton.jit

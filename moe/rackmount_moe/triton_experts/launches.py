@@ -163,7 +163,7 @@ def _arguments(
         # One row has any stride, and the kernel wants one that keeps rows aligned.
         "x_stride": x.stride(0) if len(x) > 1 else x.shape[1],
         "groups": packed.groups,
-        "scale_stride": 1 if scales is None else scales.shape[-1],
+        "scale_rows": 1 if scales is None else scales.shape[1],
         "BLOCK_N": tiling.block_n,
         "CODE": packed.code,
         "GROUP": packed.group,

@@ -46,15 +46,15 @@ class Packed:
     group: int = 0
     """Columns that share a scale, whole blocks of them; 0: all, or there are no scales."""
     scales: Tensor | None = None
-    """[E, groups, rows], or block rows for "fp8_blocks"."""
+    """[E, rows, groups], or block rows for "fp8_blocks"."""
     zeros: Tensor | None = None
-    """float32 [E, groups, rows]: the stored value that stands for 0; None: as `unpack` has it."""
+    """float32 [E, rows, groups]: the stored value that stands for 0; None: as `unpack` has it."""
     order: Tensor | None = None
     """int32 [E, columns, padded to whole blocks]: the input of each stored column, -1 for none."""
 
     @property
     def groups(self) -> int:
-        return 1 if self.scales is None else self.scales.shape[1]
+        return 1 if self.scales is None else self.scales.shape[2]
 
 
 def pack(weight: Weight) -> Packed:
@@ -79,7 +79,7 @@ def pack(weight: Weight) -> Packed:
         group = 0
     block_k = _block_of(group)
     if zeros is not None:
-        zeros = (zeros.float() - (128 if code == "int8" else 0)).mT.contiguous()
+        zeros = (zeros.float() - (128 if code == "int8" else 0)).contiguous()
     return Packed(
         format=weight.format,
         code=code,
@@ -88,7 +88,7 @@ def pack(weight: Weight) -> Packed:
         columns=columns,
         block_k=block_k,
         group=group,
-        scales=scales.mT.contiguous(),
+        scales=scales.contiguous(),
         zeros=zeros,
         order=None if order is None else _pad(order, block_k, -1).contiguous(),
     )

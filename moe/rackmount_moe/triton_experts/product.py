@@ -6,11 +6,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_moe.triton_experts.block import (
     add_block,
-    call_scales,
     gated,
     load_tokens,
     load_weight,
-    scale_rows,
+    scale_rows_of,
     silu_mul,
     tile_rows,
 )
@@ -36,7 +35,7 @@ def product_kernel(
     K,
     x_stride,
     groups,
-    scale_stride,
+    scale_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -70,13 +69,13 @@ def product_kernel(
         if HALVES and tl.load(at + BLOCK_M // 2) == num_slots:
             _multiply(
                 x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
-                out, num_slots, share, N, K, x_stride, groups, scale_stride, BLOCK_M // 2, BLOCK_N,
+                out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M // 2, BLOCK_N,
                 BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
             )  # fmt: skip
         else:
             _multiply(
                 x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
-                out, num_slots, share, N, K, x_stride, groups, scale_stride, BLOCK_M, BLOCK_N,
+                out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M, BLOCK_N,
                 BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
             )  # fmt: skip
 
@@ -100,7 +99,7 @@ def _multiply(
     K,
     x_stride,
     groups,
-    scale_stride,
+    scale_rows,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -124,28 +123,26 @@ def _multiply(
         )
     else:
         rows = tile_rows(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, GATED)
-        scale_row = scale_rows(rows, N, SCALE_BLOCKS, GATED)
-        if SCALED and COMPILED:
-            call_scales(
-                scales, zeros, expert, tile, N, groups, scale_stride, BLOCK_N, SCALE_BLOCKS, GATED
-            )
+        scale_row = expert.to(tl.int64) * scale_rows + scale_rows_of(rows, N, SCALE_BLOCKS, GATED)
+        zero_row = expert.to(tl.int64) * N + rows
         order_at = None
         if order is not None:
             order_at = order + expert.to(tl.int64) * tl.cdiv(K, BLOCK_K) * BLOCK_K
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         for step in tl.range(0, tl.cdiv(K, BLOCK_K)):
-            # Scales first: they are on their way while the weight is waited for.
-            group = expert.to(tl.int64) * groups
+            # Scales first: they are on their way while the weight is waited for. A row's lie side
+            # by side, so most are in L1.
+            group = 0
             if GROUP > 0:
-                group += step * BLOCK_K // GROUP
+                group = step * BLOCK_K // GROUP
             if SCALED:
-                scale = tl.load(scales + group * scale_stride + scale_row)
+                scale = tl.load(scales + scale_row * groups + group)
             else:
                 scale = None
             if zeros is None:
                 zero = None
             else:
-                zero = tl.load(zeros + group * N + rows).to(tl.float32)
+                zero = tl.load(zeros + zero_row * groups + group).to(tl.float32)
             w = load_weight(
                 weight, descriptor, expert, tile, rows, step, N, K,
                 BLOCK_N, BLOCK_K, CODE, EVEN,
@@ -153,8 +150,7 @@ def _multiply(
             tokens = load_tokens(token_at, valid, order_at, step, K, BLOCK_K, EVEN)
             acc = add_block(acc, w, tokens, scale, zero, CODE, SCALED, COMPILED)
         if scales is not None and not SCALED:
-            at = scales + expert.to(tl.int64) * scale_stride + scale_row
-            acc *= tl.load(at).to(tl.float32)[:, None]
+            acc *= tl.load(scales + scale_row).to(tl.float32)[:, None]
         value = gated(acc, BLOCK_M, BLOCK_N) if GATED else acc
     if factors is not None:
         value *= tl.load(factors + slot, mask=valid, other=0.0).to(tl.float32)[None, :]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from rackmount_moe.triton_experts.block import scale_rows, silu_mul
+from rackmount_moe.triton_experts.block import scale_rows_of, silu_mul
 from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
 
@@ -37,7 +37,7 @@ def vector_kernel(
     K,
     x_stride,
     groups,
-    scale_stride,
+    scale_rows,
     following_size,
     MAX_CHOICES: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -91,12 +91,11 @@ def vector_kernel(
         next_w = _load_weight(weight, expert_r, n, next_r, blocks, N, K, BLOCK_K, CODE, EVEN)
         next_tokens = _load_tokens(x, order, expert_i, next_i, blocks, K, BLOCK_K)
         block = first + r % STEP
-        group = tl.maximum(expert_r, 0).to(tl.int64) * groups
-        if GROUP > 0:
-            group += tl.minimum(block, blocks - 1) * BLOCK_K // GROUP
+        expert = tl.maximum(expert_r, 0).to(tl.int64)
+        group = tl.minimum(block, blocks - 1) * BLOCK_K // GROUP if GROUP > 0 else 0
         zero = None
         if zeros is not None:
-            zero = tl.load(zeros + group * N + n).to(tl.float32)
+            zero = tl.load(zeros + (expert * N + n) * groups + group).to(tl.float32)
         if CODE == "int4":
             values = unpack_int4(w, zero, tokens.dtype, COMPILED)
         elif CODE == "int8":
@@ -109,8 +108,9 @@ def vector_kernel(
         products *= tokens.to(tl.float32).reshape(INNER, BLOCK_K // SPAN, SPAN)[None, :, :, :]
         sums = tl.sum(products, 3)
         if scales is not None:
-            scale_at = scales + group * scale_stride + scale_rows(n, N, SCALE_BLOCKS, GATED)
-            scale = tl.load(scale_at).to(tl.float32).reshape(BLOCK_N, INNER)
+            scale_row = expert * scale_rows + scale_rows_of(n, N, SCALE_BLOCKS, GATED)
+            scale = tl.load(scales + scale_row * groups + group)
+            scale = scale.to(tl.float32).reshape(BLOCK_N, INNER)
             sums *= scale[:, :, None]
         acc += sums
         w, tokens = next_w, next_tokens

@@ -1,9 +1,10 @@
-"""The product of few rows with a quantized weight, which becomes 16-bit in registers, at the speed
-at which its bytes can be read.
+"""The product of few rows with a quantized weight, at the speed at which its bytes can be read.
 
-Up to 16 rows products are as exact as the weight: a group's scale multiplies a float32 sum. Above,
-it multiplies the values, and is rounded to 16 bits as they are: then one chain of MMAs runs while
-the next values are unpacked, in fewer registers.
+Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Up to 16 rows such
+products are as exact as the weight: a group's scale multiplies a float32 sum. Above, it multiplies
+the values, and is rounded to 16 bits as they are: then one chain of MMAs runs while the next values
+are unpacked, in fewer registers. Of inputs that were rounded to the weight's eight bits, both go to
+the MMA as they are.
 
 How it is cut into programs: `rackmount_quant.kernels.stream_k`. How words hold values:
 `rackmount_registry.device.unpack`.
@@ -19,7 +20,7 @@ from rackmount_quant.kernels.planes import (
     int8_planes,
     plane_columns,
 )
-from rackmount_quant.kernels.stream_k import finish, load_rows, rows_at, tile_rows
+from rackmount_quant.kernels.stream_k import finish, load_rows, tile_rows
 from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import (
     unpack_fp8,
@@ -35,6 +36,7 @@ LINE: tl.constexpr = tl.constexpr(128)
 @triton.jit(do_not_specialize=["M", "share"])
 def few_rows_kernel(
     x,
+    x_scales,
     words,
     scales,
     zeros,
@@ -47,6 +49,7 @@ def few_rows_kernel(
     N,
     K,
     x_stride,
+    x_scale_stride,
     residual_stride,
     row_stride,
     block_stride,
@@ -66,27 +69,30 @@ def few_rows_kernel(
     EVEN_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PREFETCH: tl.constexpr,
-    SCALES_AHEAD: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """x [M, K] with rows `x_stride` apart, a weight [N, K] -> out [M, N] or, of gate and up rows,
     [M, N / 2].
 
-    FORMAT "int4", "int8", "fp8": how `words`, int32 or with PLANES int16, hold a row's values. Word
-    j of a row's block of BLOCK_K columns is at row * row_stride + block * block_stride + j. PLANES:
-    see `planes`; there is a product for each. `scales` where GROUPED [columns / group, rows /
-    ROWS_PER_SCALE], each for BLOCKS_PER_SCALE blocks, with `zeros` alike or None; else [N], one a
-    row.
+    FORMAT "int4", "int8", "fp8": how `words`, int32 or with PLANES int16, hold a row's values. A
+    rounded x has `x_scales`, [groups, at least M] or [1, M] for all columns, and `words` are then
+    numbers of its type, in its order. Word j of a row's block of BLOCK_K columns is at row *
+    row_stride + block * block_stride + j. PLANES: see `planes`; there is a product for each.
+
+    `scales` where GROUPED [rows / ROWS_PER_SCALE, columns / group], each for BLOCKS_PER_SCALE
+    blocks, with `zeros` alike or None; else [N], one a row. Since a row's lie side by side, the
+    first of some blocks waits for the memory, and the others find theirs in L1.
 
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
-    there. ALIGNED: no program has blocks of two tiles. PREFETCH, SCALES_AHEAD: of so many blocks
-    the words, or scales and zeros, are called into L2 before x may be read.
+    there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many blocks are
+    called into L2 before x may be read, and scales and zeros.
     """
+    ROUNDED: tl.constexpr = x_scales is not None
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
-    W: tl.constexpr = BLOCK_K // NUM // (BITS // 16)
-    SCALED_SUMS: tl.constexpr = GROUPED and (PLANES or BLOCK_M <= 16)
+    W: tl.constexpr = BLOCK_K if ROUNDED else BLOCK_K // NUM // (BITS // 16)
+    SCALED_SUMS: tl.constexpr = GROUPED and (PLANES or ROUNDED or BLOCK_M <= 16)
     blocks = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, tl.cdiv(N, BLOCK_N) * blocks)
@@ -100,45 +106,47 @@ def few_rows_kernel(
                 SILU_MUL,
             )  # fmt: skip
         if GROUPED:
-            ahead = tl.minimum(start + tl.arange(0, SCALES_AHEAD), blocks - 1)
-            n = tl.arange(0, BLOCK_N // 32) * 32
-            place = rows_at(n, tile, N, BLOCK_N, SILU_MUL)[None, :] // ROWS_PER_SCALE
-            place += (ahead // BLOCKS_PER_SCALE * scale_stride)[:, None]
-            prefetch(scales + place)
+            ends = tl.minimum(start + tl.arange(0, 2) * (share - 1), blocks - 1)
+            called = tile_rows(tile, N, BLOCK_N, SILU_MUL) // ROWS_PER_SCALE * scale_stride
+            called = called[:, None] + (ends // BLOCKS_PER_SCALE)[None, :]
+            prefetch(scales + called)
             if zeros is not None:
-                prefetch(zeros + place)
+                prefetch(zeros + called)
     if not GROUPED and ALIGNED:
-        row_scales = load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, HALVES)
+        row_scales = load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, 1, HALVES)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     if SCALED_SUMS:
-        group = (first - tile * blocks) // BLOCKS_PER_SCALE * scale_stride
-        sum_scale = load_rows(scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES)
+        group = (first - tile * blocks) // BLOCKS_PER_SCALE
+        sum_scale = load_rows(
+            scales + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, scale_stride, HALVES
+        )
     # Sums of a loop that may be empty can come from no MMA. ptxas then runs all MMAs one by one.
     tl.assume(first < last)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    SUM: tl.constexpr = tl.int32 if x.dtype.element_ty == tl.int8 else tl.float32
+    acc = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     for flat in tl.range(first, last):
         if not ALIGNED:
             tile = flat // blocks
         block = flat - tile * blocks
         column = block * BLOCK_K
         rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
-        group = block // BLOCKS_PER_SCALE * scale_stride
+        place = rows // ROWS_PER_SCALE * scale_stride + block // BLOCKS_PER_SCALE
         if GROUPED and not SCALED_SUMS:  # on its way while the words are waited for
-            scale = tl.load(scales + group + rows // ROWS_PER_SCALE)
+            scale = tl.load(scales + place)
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
         else:
             first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
-            packed = tl.load(at, mask=first_column < K, other=0)
+            packed = tl.load(at, mask=first_column < K, other=0.0)
         if zeros is None:
             zero = None
         else:
-            zero = tl.load(zeros + group + rows // ROWS_PER_SCALE).to(tl.float32)
+            zero = tl.load(zeros + place).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
-        part = tl.zeros((BLOCK_N, BLOCK_M), tl.float32) if SCALED_SUMS else acc
+        part = tl.zeros((BLOCK_N, BLOCK_M), SUM) if SCALED_SUMS else acc
         if PLANES:
             if FORMAT == "int4":
                 planes = int4_planes(packed, zero, dtype, COMPILED)
@@ -151,7 +159,9 @@ def few_rows_kernel(
                 tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
                 part = tl.dot(planes[i], tokens.T, part)
         else:
-            if FORMAT == "int4":
+            if ROUNDED:
+                values = packed
+            elif FORMAT == "int4":
                 values = unpack_int4(packed, zero, dtype, COMPILED)
             elif FORMAT == "int8":
                 values = unpack_int8(packed, zero, dtype, COMPILED)
@@ -160,33 +170,44 @@ def few_rows_kernel(
             if GROUPED and not SCALED_SUMS:
                 values *= scale.to(dtype)[:, None]
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
-            part = tl.dot(values, tokens.T, part)
+            part = tl.dot(values, tokens.T, part, out_dtype=SUM)
         if SCALED_SUMS:
             # The next block's, before they are needed.
             following = tl.minimum(flat + 1, last - 1)
             its_tile = tile if ALIGNED else following // blocks
-            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE * scale_stride
+            its_group = (following - its_tile * blocks) // BLOCKS_PER_SCALE
             loaded = load_rows(
-                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, HALVES
-            )
-            acc += part * sum_scale.to(tl.float32)[:, None]
+                scales + its_group, its_tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, scale_stride,
+                HALVES,
+            )  # fmt: skip
+            part *= sum_scale.to(tl.float32)[:, None]
+            if ROUNDED:
+                at = x_scales + block // BLOCKS_PER_SCALE * x_scale_stride
+                part *= tl.load(at + m, mask=m < M, other=0.0)[None, :]
+            acc += part
             sum_scale = loaded
         else:
             acc = part
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation
             if (flat + 1 == last) | (flat + 1 == (tile + 1) * blocks):
+                sums = acc.to(tl.float32)
                 if not GROUPED:
-                    acc *= load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, HALVES)[:, None]
+                    sums *= load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, 1, HALVES)[:, None]
+                    if ROUNDED:
+                        sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
                 finish(
-                    acc, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
+                    sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
                     blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, COMPILED,
                 )  # fmt: skip
-                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+                acc = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     if ALIGNED:
+        sums = acc.to(tl.float32)
         if not GROUPED:
-            acc *= row_scales[:, None]
+            sums *= row_scales[:, None]
+            if ROUNDED:
+                sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
         finish(
-            acc, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
+            sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
             blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, COMPILED,
         )  # fmt: skip
 

@@ -42,7 +42,7 @@ class Fp8Linear(RoundedLinear):
         else:
             exists = by_blocks and weight.activation == "group" and capability == BLOCK_PRODUCTS
             # [columns / 128 rounded up to 4, rows / 128], columns contiguous.
-            scales = F.pad(packed.scales.t(), (0, -len(packed.scales) % 4)).contiguous().t()
+            scales = F.pad(packed.scales, (0, -packed.scales.shape[1] % 4)).contiguous().t()
         if not exists:
             return None
         rounding = Rounding(
@@ -51,7 +51,9 @@ class Fp8Linear(RoundedLinear):
             given=weight.tensors.get("input_scale"),
         )
         values = packed.words.view(torch.float8_e4m3fn).t()
-        return RoundedProduct(rounding=rounding, values=values, scales=scales)
+        return RoundedProduct(
+            rounding=rounding, values=values, scales=scales, tilings=self.tilings(packed)
+        )
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:
         bias = None if bias is None else bias.to(torch.bfloat16)

@@ -31,7 +31,9 @@ class Int8Linear(RoundedLinear):
         given = weight.tensors.get("input_scale")
         rounding = Rounding(dtype=torch.int8, per=weight.activation, given=given, rows_by=ROWS_BY)
         values = packed.words.view(torch.int8).t()
-        return RoundedProduct(rounding=rounding, values=values, scales=packed.scales)
+        return RoundedProduct(
+            rounding=rounding, values=values, scales=packed.scales, tilings=self.tilings(packed)
+        )
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:
         sums = torch._int_mm(x.values, product.values)

@@ -1,7 +1,7 @@
 """What the linear kernels for quantized weights have in common: few rows at memory speed by one
 Triton kernel, many rows in a way of their own."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,17 @@ from rackmount_quant.kernels.elementwise import gather_columns, silu_mul
 from rackmount_quant.kernels.few_rows import few_rows_kernel
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.packed import Packed
+from rackmount_quant.kernels.rounding import RoundedRows
 from rackmount_quant.kernels.tuning import Choose, Tiling
 from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
-from rackmount_registry.formats import EPILOGUES, Rounded, Weight
+from rackmount_registry.formats import Rounded, Weight
 
 SIZES = (
-    *("N", "K", "x_stride", "residual_stride"),
+    *("N", "K", "x_stride", "x_scale_stride", "residual_stride"),
     *("row_stride", "block_stride", "scale_stride"),
 )
 """Arguments of which a compiled kernel knows no more than whether they are multiples of 16."""
-MOST_SCALES_AHEAD = 32
-"""Blocks whose scales are called into L2 at a program's start."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +35,7 @@ class Prepared:
     packed: Packed
     arrivals: Tensor
     """int32, a counter for each tile: zeros between products."""
-    tilings: dict[str, tuple[Tiling | None, ...]]
+    tilings: Mapping[str, tuple[Tiling | None, ...]]
     """Epilogue -> one for each of `tuning.BUCKETS`; None where many rows are multiplied."""
     uses: tuple[str, ...] = ("none",)
     """Epilogues that will be asked for."""
@@ -44,9 +43,7 @@ class Prepared:
     """What a kernel's `many_rows` needs beside."""
 
     def tiling(self, epilogue: str, rows: int) -> Tiling | None:
-        if not 0 < rows <= tuning.MAX_ROWS:
-            return None
-        return self.tilings[epilogue][tuning.bucket_of(rows)]
+        return tuning.of_rows(self.tilings[epilogue], rows)
 
 
 class QuantizedLinear:
@@ -87,10 +84,7 @@ class QuantizedLinear:
         prepared = Prepared(
             packed=packed,
             arrivals=torch.zeros(num_tiles, dtype=torch.int32, device=packed.words.device),
-            tilings={
-                epilogue: tuple(self.choose(packed, epilogue, bucket) for bucket in tuning.BUCKETS)
-                for epilogue in ("none", *EPILOGUES)
-            },
+            tilings=tuning.for_all(self.choose, packed),
             uses=epilogues or ("none",),
             many=self.prepare_many(weight, packed),
         )
@@ -103,31 +97,36 @@ class QuantizedLinear:
         self, prepared: Prepared, epilogue: str, like: Tensor, bias: Tensor | None
     ) -> None:
         """Kernels for any number of rows that are like `like`."""
-        packed, silu = prepared.packed, epilogue == "silu_mul"
         for rows, tiling in zip(tuning.BUCKETS, prepared.tilings[epilogue], strict=True):
-            if tiling is None:
-                continue
-            x = like.new_empty(rows, packed.k)
-            out = like.new_empty(rows, packed.n // 2 if silu else packed.n)
-            residual = out if epilogue == "add" else None
-            _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
-            aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
-            key = traits(few_rows_kernel, arguments | aligned)
-            self._ahead.start(few_rows_kernel, key, arguments)
+            if tiling is not None:
+                x = like.new_empty(rows, prepared.packed.k)
+                self._begin(tiling, x, prepared, epilogue, bias)
+
+    def _begin(
+        self,
+        tiling: Tiling,
+        x: Tensor | RoundedRows,
+        prepared: Prepared,
+        epilogue: str,
+        bias: Tensor | None,
+    ) -> None:
+        """To compile the kernel that multiplies x."""
+        like, n = prepared.packed.scales, prepared.packed.n
+        silu = epilogue == "silu_mul"
+        out = like.new_empty((len(x), n // 2 if silu else n), dtype=x.dtype)
+        residual = out if epilogue == "add" else None
+        _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+        aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
+        key = traits(few_rows_kernel, arguments | aligned)
+        self._ahead.start(few_rows_kernel, key, arguments)
 
     def run(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""
-        tiling = prepared.tiling("none", len(x))
-        if tiling is None or isinstance(x, Rounded):
-            return self._many_rows(x, prepared, bias)
-        return self._launch(tiling, x, prepared, bias)
+        return self._run("none", x, prepared, bias)
 
     def run_silu_mul(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """silu(gate) * up of the product's halves: x [T, in] -> [T, out / 2]."""
-        tiling = prepared.tiling("silu_mul", len(x))
-        if tiling is None or isinstance(x, Rounded):
-            return silu_mul(self._many_rows(x, prepared, bias))
-        return self._launch(tiling, x, prepared, bias, silu=True)
+        return self._run("silu_mul", x, prepared, bias)
 
     def adds(self, prepared: Prepared, num_rows: int) -> bool:
         """Where the kernel for few rows makes the product."""
@@ -137,10 +136,23 @@ class QuantizedLinear:
         self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None, residual: Tensor
     ) -> Tensor:
         """The product plus residual [T, out] -> [T, out]."""
-        tiling = prepared.tiling("add", len(x))
-        if tiling is None or isinstance(x, Rounded):
-            return self._many_rows(x, prepared, bias) + residual
-        return self._launch(tiling, x, prepared, bias, residual=residual)
+        return self._run("add", x, prepared, bias, residual)
+
+    def _run(
+        self,
+        epilogue: str,
+        x: Tensor | Rounded,
+        prepared: Prepared,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        tiling = prepared.tiling(epilogue, len(x))
+        if tiling is not None and isinstance(x, Tensor):
+            return self._launch(tiling, epilogue, x, prepared, bias, residual)
+        product = self._many_rows(x, prepared, bias)
+        if epilogue == "silu_mul":
+            return silu_mul(product)
+        return product if residual is None else product + residual
 
     def _many_rows(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """In act-order columns are gathered by a kernel of their own, here and before few rows are
@@ -153,19 +165,21 @@ class QuantizedLinear:
     def _launch(
         self,
         tiling: Tiling,
-        x: Tensor,
+        epilogue: str,
+        x: Tensor | RoundedRows,
         prepared: Prepared,
         bias: Tensor | None,
-        *,
-        residual: Tensor | None = None,
-        silu: bool = False,
+        residual: Tensor | None,
     ) -> Tensor:
         """The product of x [T, in], 0 < T <= MAX_ROWS; rows of x and of the residual may lie
         apart."""
         self._ahead.wait()
-        order, n = prepared.packed.order, prepared.packed.n
-        x = x if order is None else gather_columns(x, order)
-        out = torch.empty((len(x), n // 2 if silu else n), dtype=x.dtype, device=x.device)
+        packed, silu = prepared.packed, epilogue == "silu_mul"
+        if packed.order is not None:
+            assert isinstance(x, Tensor)
+            x = gather_columns(x, packed.order)
+        columns = packed.n // 2 if silu else packed.n
+        out = torch.empty((len(x), columns), dtype=x.dtype, device=packed.words.device)
         grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
         few_rows_kernel[grid](**arguments)
         return out
@@ -173,7 +187,7 @@ class QuantizedLinear:
 
 def plan(
     tiling: Tiling,
-    x: Tensor,
+    x: Tensor | RoundedRows,
     prepared: Prepared,
     bias: Tensor | None,
     residual: Tensor | None,
@@ -182,8 +196,12 @@ def plan(
 ) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and arguments of `few_rows_kernel`."""
     packed = prepared.packed
-    rows, n, k = len(x), packed.n, packed.k
-    assert x.stride(1) == 1 and x.shape[1] == k and not (silu and n % 2)
+    if isinstance(x, RoundedRows):
+        values, x_scales, columns = x.values, x.scales, packed.k + -packed.k % 16
+    else:
+        values, x_scales, columns = x, None, packed.k
+    rows, n, k = len(x), packed.n, values.shape[1]
+    assert values.stride(1) == 1 and k == columns and not (silu and n % 2)
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
     block_m = tuning.block_m(tuning.BUCKETS[tuning.bucket_of(rows)])
     blocks = triton.cdiv(k, tiling.block_k)
@@ -193,10 +211,11 @@ def plan(
     partials = None
     if parts > 1:
         size = (programs, 2, block_m, tiling.block_n)
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+        partials = torch.empty(size, dtype=torch.float32, device=values.device)
     arguments = {
-        **_of_weight(packed, tiling, block_m),
-        "x": x,
+        **_of_weight(packed, tiling, block_m, None if x_scales is None else values.dtype),
+        "x": values,
+        "x_scales": x_scales,
         "bias": bias,
         "residual": residual,
         "out": out,
@@ -206,7 +225,8 @@ def plan(
         "N": n,
         "K": k,
         # One row has any stride, and the kernel wants one that keeps rows aligned.
-        "x_stride": x.stride(0) if rows > 1 else k,
+        "x_stride": values.stride(0) if len(values) > 1 else k,
+        "x_scale_stride": 0 if x_scales is None else x_scales.stride(1),
         "residual_stride": residual.stride(0) if residual is not None and rows > 1 else n,
         "share": tiling.share,
         "BLOCK_M": block_m,
@@ -218,27 +238,30 @@ def plan(
         "EVEN_K": k % tiling.block_k == 0,
         "SILU_MUL": silu,
         "PREFETCH": tiling.prefetch,
-        "SCALES_AHEAD": triton.next_power_of_2(min(tiling.share, MOST_SCALES_AHEAD)),
-        "COMPILED": x.device.type == "cuda",
+        "COMPILED": values.device.type == "cuda",
         "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
     if tiling.registers is not None:
         arguments["maxnreg"] = tiling.registers
-    return (programs,), arguments | launch_options(x.device)
+    return (programs,), arguments | launch_options(values.device)
 
 
-def _of_weight(packed: Packed, tiling: Tiling, block_m: int) -> dict[str, Any]:
-    """The weight as the kernel reads it."""
-    planes = tiling.planes(packed, block_m)
+def _of_weight(
+    packed: Packed, tiling: Tiling, block_m: int, rounded: torch.dtype | None
+) -> dict[str, Any]:
+    """The weight as the kernel reads it: in words, in planes, or as numbers where x is rounded."""
+    planes = rounded is None and tiling.planes(packed, block_m)
+    seen = packed.words.view(rounded or (torch.int16 if planes else torch.int32))
+    finer = packed.words.element_size() // seen.element_size()
     row_stride, block_stride = packed.strides(tiling.block_k)
     return {
-        "words": packed.words.view(torch.int16) if planes else packed.words,
+        "words": seen,
         "scales": packed.scales,
         "zeros": packed.zeros,
-        "row_stride": row_stride * (1 + planes),
-        "block_stride": block_stride * (1 + planes),
-        "scale_stride": packed.scales.shape[-1],
+        "row_stride": row_stride * finer,
+        "block_stride": block_stride * finer,
+        "scale_stride": packed.scales.stride(0),
         "FORMAT": packed.format,
         "PLANES": planes,
         "GROUPED": packed.group > 0,

@@ -54,11 +54,11 @@ def dequantize_kernel(
     else:
         values = unpack_fp8(packed, dtype, COMPILED)
     values = values.to(tl.float32)
-    place = rows[:, None] // ROWS_PER_SCALE
+    place = rows[:, None] // ROWS_PER_SCALE * scale_stride
     if GROUP > 0 and GROUP % BLOCK_K == 0:
-        place += block // (GROUP // BLOCK_K) * scale_stride
+        place += block // (GROUP // BLOCK_K)
     elif GROUP > 0:
-        place = place + (tl.minimum(columns, K - 1) // GROUP)[None, :] * scale_stride
+        place = place + (tl.minimum(columns, K - 1) // GROUP)[None, :]
     if zeros is not None:
         zero = tl.load(zeros + place, mask=rows[:, None] < N, other=0).to(tl.float32)
         values -= zero - 8.0 if FORMAT == "int4" else zero
@@ -82,7 +82,7 @@ def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
         packed.k,
         row_stride,
         block_stride,
-        packed.scales.shape[-1],
+        packed.scales.stride(0),
         FORMAT=packed.format,
         GROUP=packed.group,
         ROWS_PER_SCALE=packed.rows_per_scale,

@@ -22,7 +22,7 @@ class Packed:
     words: Tensor
     """[rows, words of a row]; of four bits by panels, [panels, rows, words of a panel]."""
     scales: Tensor
-    """[groups of columns, rows / rows_per_scale], or [rows] where a row has one scale."""
+    """[rows / rows_per_scale, groups of columns], or [rows] where a row has one scale."""
     zeros: Tensor | None
     """int16 as `scales`: wider than they need be, since Triton gives the operand of the MMA, which
     they become part of, another layout where bytes are read. None: the middle value."""
@@ -76,8 +76,8 @@ def pack_groups(weight: Weight) -> Packed:
     return Packed(
         format="int4" if weight.format == "int4_groups" else "int8",
         words=words,
-        scales=scales.t().contiguous() if group else scales[:, 0].float(),
-        zeros=None if zeros is None else zeros.t().to(torch.int16).contiguous(),
+        scales=scales.contiguous() if group else scales[:, 0].float(),
+        zeros=None if zeros is None else zeros.to(torch.int16).contiguous(),
         order=order,
         n=weight.out_features,
         k=k,
@@ -114,7 +114,7 @@ def pack_blocks(weight: Weight) -> Packed:
     return Packed(
         format="fp8",
         words=_bytes(weight.tensors["values"]),
-        scales=scales.t().contiguous(),
+        scales=scales.contiguous(),
         zeros=None,
         order=None,
         n=weight.out_features,

@@ -129,6 +129,14 @@ class Rounding:
     rows_by: int = 16
     """Rows that products take at a time: there are more, of anything, up to a multiple."""
 
+    def empty(self, x: Tensor) -> "RoundedRows":
+        """Room for x [T, in]."""
+        rows, n = x.shape
+        most, groups = rows + -rows % self.rows_by, -(-n // BLOCK) if self.per == "group" else 1
+        values = torch.empty((most, n + -n % 16), dtype=self.dtype, device=x.device)
+        scales = torch.empty((groups, most), dtype=torch.float32, device=x.device)
+        return RoundedRows(values, scales.t(), x.dtype, rows)
+
     def round(self, x: Tensor) -> "RoundedRows":
         """x [T, in] as it is."""
         return self._launch("input", x, None, None, None, 0.0)
@@ -156,12 +164,8 @@ class Rounding:
         eps: float,
     ) -> "RoundedRows":
         assert x.stride(-1) == 1 and (other is None or other.stride(-1) == 1)
-        rows, n = x.shape
-        padded, block = n + -n % 16, max(BLOCK, triton.next_power_of_2(n))
-        most = rows + -rows % self.rows_by
-        values = torch.empty((most, padded), dtype=self.dtype, device=x.device)
-        groups = -(-n // BLOCK) if self.per == "group" else 1
-        scales = torch.empty((groups, most), dtype=torch.float32, device=x.device)
+        rounded, (rows, n) = self.empty(x), x.shape
+        block = max(BLOCK, triton.next_power_of_2(n))
         if rows > 0:
             round_kernel[(rows,)](
                 x,
@@ -169,14 +173,14 @@ class Rounding:
                 weight,
                 self.given,
                 total,
-                values,
-                scales,
+                rounded.values,
+                rounded.scales,
                 x.stride(0),
                 other.stride(0) if other is not None else 0,
-                most,
+                rounded.scales.stride(1),
                 eps,
                 N=n,
-                PADDED=padded,
+                PADDED=rounded.values.shape[1],
                 BLOCK=block,
                 PER=self.per,
                 MAKE=make,
@@ -184,7 +188,7 @@ class Rounding:
                 num_warps=max(1, min(16, block // (16 * LANES))),
                 **launch_options(x.device),
             )
-        return RoundedRows(values, scales.t(), x.dtype, rows)
+        return rounded
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,7 @@ UNROLLED_M: tl.constexpr = tl.constexpr(16)
 def tile_rows(tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
     """Rows of the weight in a tile, [BLOCK_N]: consecutive ones, or gate rows and their up rows.
     The last ones repeat where the tile stands out."""
-    return rows_at(tl.arange(0, BLOCK_N), tile, N, BLOCK_N, SILU_MUL)
-
-
-@triton.jit
-def rows_at(n, tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
-    """Those at places n of the tile."""
+    n = tl.arange(0, BLOCK_N)
     if SILU_MUL:
         half = BLOCK_N // 2
         return tl.minimum(tile * half + n % half, N // 2 - 1) + n // half * (N // 2)
@@ -42,9 +37,11 @@ def load_rows(
     BLOCK_N: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PER: tl.constexpr,
+    stride,
     HALVES: tl.constexpr,
 ):
-    """A value for each row of a tile, [BLOCK_N]; at `at` there is one for PER rows of the weight.
+    """A value for each row of a tile, [BLOCK_N]; at `at` there is one for PER rows of the weight,
+    `stride` from the next.
 
     The compiler lets each thread load what it needs, and moves nothing through shared memory, where
     a load has fewer elements than there are threads. HALVES: two loads of half a tile.
@@ -57,10 +54,10 @@ def load_rows(
         else:
             first = tl.minimum(tile * BLOCK_N + n, N - 1)
             second = tl.minimum(tile * BLOCK_N + BLOCK_N // 2 + n, N - 1)
-        halves = tl.join(tl.load(at + first // PER), tl.load(at + second // PER))
+        halves = tl.join(tl.load(at + first // PER * stride), tl.load(at + second // PER * stride))
         values = halves.permute(1, 0).reshape(BLOCK_N)
     else:
-        values = tl.load(at + tile_rows(tile, N, BLOCK_N, SILU_MUL) // PER)
+        values = tl.load(at + tile_rows(tile, N, BLOCK_N, SILU_MUL) // PER * stride)
     return values
 
 

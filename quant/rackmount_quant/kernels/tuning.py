@@ -2,13 +2,14 @@
 
 A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
-KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
-way for many rows was faster. One that is not there has what one with as many tokens a tile has.
+KIND as `Packed.kind`, with " rounded" behind it of products of rounded rows. A bucket is the least
+power of two that holds the rows; null says that the way for many rows was faster. One that is not
+there has what one with as many tokens a tile has.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -16,6 +17,7 @@ from importlib.resources import files
 import torch
 
 from rackmount_quant.kernels.packed import Packed
+from rackmount_registry.formats import EPILOGUES
 
 MAX_ROWS = 256
 """Above it products are bound by arithmetic."""
@@ -107,17 +109,46 @@ def block_k_of(packed: Packed) -> int | None:
     )
 
 
+def for_all(choose: Choose, packed: Packed) -> dict[str, tuple[Tiling | None, ...]]:
+    """Epilogue -> the choice for each of BUCKETS."""
+    return {
+        epilogue: tuple(choose(packed, epilogue, bucket) for bucket in BUCKETS)
+        for epilogue in ("none", *EPILOGUES)
+    }
+
+
+def of_rows(tilings: Sequence[Tiling | None], rows: int) -> Tiling | None:
+    """That of BUCKETS' choices which holds so many rows, if there are any."""
+    return tilings[bucket_of(rows)] if 0 < rows <= MAX_ROWS else None
+
+
 def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
     """The tiling of a product on its weight's GPU; None: it is made as that of many rows.
     `epilogue` is one of `formats.EPILOGUES`, or "none"."""
     if block_k_of(packed) is None:
         return None
     properties = torch.cuda.get_device_properties(packed.words.device)
-    row = table_of(properties.name).get(f"{packed.kind} {packed.n}x{packed.k} {epilogue}", {})
-    alike = [each for each in row if block_m(each) == block_m(bucket)]
-    if alike:
-        return row[min(alike, key=lambda each: abs(each - bucket))]
+    row = _measured(properties.name, packed, packed.kind, epilogue, bucket)
+    if row:
+        return row[min(row, key=lambda each: abs(each - bucket))]
     return rule(packed, bucket, properties.multi_processor_count)
+
+
+def choose_rounded(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
+    """The same for rounded rows; what was not measured is made as that of many rows."""
+    if packed.words.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(packed.words.device)
+    row = _measured(name, packed, f"{packed.kind} rounded", epilogue, bucket)
+    return row[min(row, key=lambda each: abs(each - bucket))] if row else None
+
+
+def _measured(
+    gpu: str, packed: Packed, kind: str, epilogue: str, bucket: int
+) -> Mapping[int, Tiling | None]:
+    """Of the buckets with as many tokens a tile."""
+    row = table_of(gpu).get(f"{kind} {packed.n}x{packed.k} {epilogue}", {})
+    return {each: row[each] for each in row if block_m(each) == block_m(bucket)}
 
 
 @cache
