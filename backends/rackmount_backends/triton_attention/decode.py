@@ -197,21 +197,25 @@ def _merge(
     top = tl.full([BLOCK_G], HIDDEN, tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     for start in range(0, count, BLOCK_S):
-        shares = start + tl.arange(0, BLOCK_S)
-        rows = (first + shares)[:, None] * num_heads + (first_head + heads)[None, :]
-        fits = (shares < count)[:, None] & (heads < GROUP)[None, :]
-        levels = tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg")
-        partials = tl.load(
-            partial_ptr + rows[:, :, None] * HEAD_SIZE + columns[None, None, :],
-            mask=fits[:, :, None] & (columns < HEAD_SIZE)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        new_top = tl.maximum(top, tl.max(levels, 0))
-        weights = tl.exp2(levels - new_top[None, :])
+        # One by one, but all on their way at once: nothing has to change threads.
+        levels, partials = (), ()
+        for share in tl.static_range(BLOCK_S):
+            rows = (first + start + share) * num_heads + first_head + heads
+            fits = (start + share < count) & (heads < GROUP)
+            levels += (tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg"),)
+            at = partial_ptr + rows[:, None] * HEAD_SIZE + columns[None, :]
+            fits = fits[:, None] & (columns < HEAD_SIZE)[None, :]
+            partials += (tl.load(at, mask=fits, other=0.0, cache_modifier=".cg"),)
+        new_top = top
+        for share in tl.static_range(BLOCK_S):
+            new_top = tl.maximum(new_top, levels[share])
         shrink = tl.exp2(top - new_top)
-        total = total * shrink + tl.sum(weights, 0)
-        out = out * shrink[:, None] + tl.sum(partials * weights[:, :, None], 0)
+        total *= shrink
+        out *= shrink[:, None]
+        for share in tl.static_range(BLOCK_S):
+            weight = tl.exp2(levels[share] - new_top)
+            total += weight
+            out += partials[share] * weight[:, None]
         top = new_top
     tl.store(
         out_base + (first_head + heads)[:, None] * HEAD_SIZE + columns[None, :],

@@ -25,13 +25,12 @@ def silu_mul_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     a = tl.load(gate + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(up + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
     product = a / (1.0 + tl.exp(-a)) * b

@@ -23,13 +23,12 @@ def embedding_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < N
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     row = tl.load(ids + token).to(tl.int64) - first
     mine = (row >= 0) & (row < num_rows)
     values = tl.load(weight + row * weight_stride + columns, mask=inside & mine, other=0.0)

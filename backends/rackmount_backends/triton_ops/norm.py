@@ -32,14 +32,13 @@ def norm_kernel(
     ADD: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
     scales = tl.load(weight + columns, mask=inside, other=0.0)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     start = row // HEADS * x_stride + row % HEADS * x_head_stride
     values = tl.load(x + start + columns, mask=inside, other=0.0)
     wide = values.to(tl.float32)

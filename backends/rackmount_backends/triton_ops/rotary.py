@@ -125,13 +125,12 @@ def rotary_write_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if PDL:
-        gdc_launch_dependents()
     QUERIES: tl.constexpr = H // PARTS
     KEYS: tl.constexpr = G // PARTS
     token, part, kind = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     angles = table
     if table is not None:
         angles += tl.load(positions + token).to(tl.int64) * PAIRED
