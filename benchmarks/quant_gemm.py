@@ -18,7 +18,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -48,12 +48,15 @@ from rackmount_quant.kernels.linear import Prepared
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.rounded_linear import RoundedProduct
 from rackmount_quant.kernels.rounding import RoundedRows, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS
+from rackmount_quant.kernels.tuning import BUCKETS, Tiling
 from rackmount_registry.formats import EPILOGUES, Weight
 
 ROWS = (0, 1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 256, 1000)
-BOUNDS = {"few": 5e-3, "many": 1e-2, "rounded": 0.1}
+BOUNDS = {"few": 5e-3, "many": 1e-2, "rounded": 0.1, "few rounded": 0.1}
 """Relative errors that rounding explains: of the product; of the weight, too; of the input."""
+
+CHECKED = Tiling(64, 128, 3, stages=4, warps=4, prefetch=2, registers=None)
+"""How few rounded rows are checked: with blocks of two tiles in a program, and shared tiles."""
 
 ODD: dict[str, Callable[[], Weight]] = {
     "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
@@ -78,7 +81,7 @@ def check() -> None:
     cases = {name: (lambda f=f: f.make(768, 1024)) for name, f in FORMATS.items()} | ODD
     for name, make in cases.items():
         weight = make()
-        kernel, worst = kernel_of(weight), {"few": 0.0, "many": 0.0, "rounded": 0.0}
+        kernel, worst = kernel_of(weight), dict.fromkeys(BOUNDS, 0.0)
         prepared, dense = kernel.prepare(weight), weight.dequantize().double()
         start = time.monotonic()
         for rows, epilogue in itertools.product(ROWS, ("none", *EPILOGUES)):
@@ -89,9 +92,7 @@ def check() -> None:
                 wide = F.silu(gate) * up
             elif epilogue == "add":
                 wide = wide + residual_of(rows, prepared.packed.n).double()
-            for chosen in (prepared, forced(prepared, None)):
-                way = "few" if chosen.tiling(epilogue, rows) else "many"
-                way = "rounded" if way == "many" and prepared.many is not None else way
+            for way, chosen in ways_of(prepared, epilogue, rows).items():
                 try:
                     out = call(kernel, chosen, x, epilogue)
                     torch.cuda.synchronize()
@@ -109,13 +110,30 @@ def check() -> None:
         print(f"{name:<20} {told}; {time.monotonic() - start:.1f} s", flush=True)
 
 
+def ways_of(prepared: Prepared, epilogue: str, rows: int) -> dict[str, Prepared]:
+    """All that the kernel has for so many rows, by their names in `BOUNDS`."""
+    if prepared.many is None:
+        ways = {"few": prepared, "many": forced(prepared, None)}
+    else:
+        ways = {
+            "few": replace(prepared, many=None),
+            "rounded": forced(prepared, None, rounded=True),
+        }
+        if 0 < rows <= tuning.MAX_ROWS:
+            ways["few rounded"] = forced(prepared, CHECKED, rounded=True)
+    if prepared.tiling(epilogue, rows) is None:
+        del ways["few"]
+    return ways
+
+
 def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
     bench = Bench(5)
     for form, (name, (n, k, epilogues)) in itertools.product(formats, shapes.items()):
         first = bench.copies(form, n, k)[0]
         for r in rows:
             choose = tuning.choose_rounded if FORMATS[form].rounded else tuning.choose
-            tiling = choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
+            way = choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
+            tiling = way if isinstance(way, Tiling) else None
             few = bench.us(form, n, k, r, epilogues[0], tiling) if tiling else float("inf")
             many = bench.us(form, n, k, r, epilogues[0], None)
             rate = bytes_of(first) / few * 1e6

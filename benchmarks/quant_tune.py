@@ -197,20 +197,20 @@ class Search:
 
     def write(self, near: dict[Problem, Problem], out: Path) -> None:
         """The table, or more of it: of each problem the best tiling that was timed for it, or else
-        for the one near it, and null where the way for many rows, if timed, was faster, or for few
-        rounded ones."""
+        for the one near it, and null where the way for many rows, if timed, was faster. Rounded
+        rows that gain too little over exact ones, timed in the same search, are left out."""
         table: dict[str, dict[str, list | None]] = {}
         for problem, other in near.items():
             source = problem if self.best(problem, 1) else other
             for tiling in self.best(source, 1):
                 first, us = self.first(problem), self.rankings[source][tiling]
                 shape = f"{problem.n}x{problem.k} {problem.epilogue}"
-                many = min(self.many(problem), self.rounded(problem))
+                many, rounded = self.many(problem), FORMATS[problem.form].rounded is not None
+                gains = min(us, many) <= tuning.ROUNDING_GAIN * self.exact(problem)
                 values = list(asdict(tiling).values()) if us < many else None
-                kind = first.packed.kind
-                if FORMATS[problem.form].rounded is not None:
-                    kind += " rounded"
-                table.setdefault(f"{kind} {shape}", {})[str(problem.rows)] = values
+                kind = f"{first.packed.kind} rounded" if rounded else first.packed.kind
+                if gains or not rounded:
+                    table.setdefault(f"{kind} {shape}", {})[str(problem.rows)] = values
                 rate = bytes_of(first) / us * 1e6
                 print(
                     f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us "
@@ -226,9 +226,9 @@ class Search:
         names = [field.name for field in fields(Tiling)]
         out.write_text(serialize(about | {"fields": names, "shapes": known}))
 
-    def rounded(self, problem: Problem) -> float:
-        """Microseconds of the product of few rounded rows, as far as it was timed."""
-        twin = replace(problem, form=f"{problem.form}-rounded")
+    def exact(self, problem: Problem) -> float:
+        """Microseconds of the exact product of as many rows, as far as it was timed."""
+        twin = replace(problem, form=problem.form.removesuffix("-rounded"))
         return min(self.rankings.get(twin, {}).values(), default=float("inf"))
 
     def many(self, problem: Problem) -> float:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rackmount_quant.kernels.fp8 import Fp8Linear
 from rackmount_quant.kernels.grouped import GroupedLinear
-from rackmount_quant.kernels.int8 import Int8Linear
+from rackmount_quant.kernels.int8 import ROWS_BY, Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.rounding import RoundedRows, Rounding
 from rackmount_quant.kernels.tuning import BUCKETS, Tiling
@@ -90,12 +90,15 @@ FORMATS = {
     "int4-rows": Format(GroupedLinear, lambda n, k: integers(n, k, k)),
     "int4-zeros": Format(GroupedLinear, lambda n, k: integers(n, k, 128, zeros=True)),
     "int8-groups": Format(GroupedLinear, lambda n, k: integers8(n, k, 128)),
-    "fp8": Format(Fp8Linear, floats),
-    "fp8-blocks": Format(Fp8Linear, blocks),
-    "int8": Format(Int8Linear, rows8),
+    "fp8": Format(Fp8Linear, lambda n, k: floats(n, k, "plain")),
+    "fp8-blocks": Format(Fp8Linear, lambda n, k: blocks(n, k, "plain")),
+    "int8": Format(Int8Linear, lambda n, k: rows8(n, k, "plain")),
     "fp8-rounded": Format(Fp8Linear, floats, Rounding(dtype=torch.float8_e4m3fn, per="token")),
     "fp8-blocks-rounded": Format(
         Fp8Linear, blocks, Rounding(dtype=torch.float8_e4m3fn, per="group")
+    ),
+    "int8-rounded": Format(
+        Int8Linear, rows8, Rounding(dtype=torch.int8, per="token", rows_by=ROWS_BY)
     ),
 }
 
@@ -122,13 +125,14 @@ def residual_of(rows: int, n: int) -> Tensor:
 
 def forced(prepared: Prepared, tiling: Tiling | None, rounded: bool = False) -> Prepared:
     """The same weight with one tiling for all products, of rounded inputs or of others."""
-    tilings, none = (
-        {epilogue: (each,) * len(BUCKETS) for epilogue in ("none", *EPILOGUES)}
-        for each in (tiling, None)
-    )
     if not rounded:
-        return replace(prepared, tilings=tilings)
-    return replace(prepared, tilings=none, many=replace(prepared.many, tilings=tilings))
+        return replace(prepared, tilings=_everywhere(tiling))
+    many = replace(prepared.many, ways=_everywhere(tiling or "many"))
+    return replace(prepared, many=many)
+
+
+def _everywhere(choice: Any) -> dict[str, tuple[Any, ...]]:
+    return {epilogue: (choice,) * len(BUCKETS) for epilogue in ("none", *EPILOGUES)}
 
 
 class Bench:
@@ -150,8 +154,8 @@ class Bench:
         self, form: str, n: int, k: int, rows: int, epilogue: str, tiling: Tiling | None
     ) -> float:
         """Microseconds of a product, one of many in a graph; infinite where it cannot run. A format
-        with rounded inputs is given them rounded, as by the norm before; where a residual is added
-        there is none before, and the pass that rounds them counts."""
+        with rounded inputs is given them rounded, as by a norm; where a residual is added, what
+        stands before has not always a pass that could round, and one of its own counts."""
         kernel, copies = FORMATS[form].kernel(), self.copies(form, n, k)
         rounded = FORMATS[form].rounded
         forms = [

@@ -259,11 +259,11 @@ def test_few_rounded_rows_give_the_product(make: Callable[[], Weight], tiling: T
     kernel, prepared = prepare(weight, None)
     if prepared.many is None:
         pytest.skip("this GPU has no such product")
-    tilings = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
+    ways = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
     how: Rounding = prepared.many.rounding
-    made = kernel, replace(prepared, many=replace(prepared.many, tilings=tilings))
-    for rows, epilogue in itertools.product((1, 16, 17, 64), EPILOGUES):
-        x = torch.randn(rows, 2048, device="cuda").bfloat16()
+    made = kernel, replace(prepared, many=replace(prepared.many, ways=ways))
+    for rows, epilogue in itertools.product((1, 16, 17, 64, 100), EPILOGUES):
+        x = torch.randn(rows, 2048, device="cuda").to(torch.float16 if rows == 17 else DTYPES[0])
         wide = rounded_product(x, how, weight)
         if epilogue == "silu_mul":
             gate, up = wide.chunk(2, -1)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from rackmount_quant.kernels import tuning as quant_tuning
 from rackmount_quant.kernels.fp8 import Fp8Linear
 from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import Int8Linear
+from rackmount_quant.kernels.linear import QuantizedLinear
 from rackmount_registry.experts import ExpertUse
 
 Found = dict[str, list[str]]
@@ -118,10 +120,20 @@ def experts(case: str) -> Found:
 
 
 def linear(case: str) -> Found:
-    """Two layers of each kind, with widths and biases of two kinds; `case` names one of
-    `WEIGHTS`."""
-    make, kernel = WEIGHTS[case]
-    part = kernel(lambda packed, epilogue, bucket: quant_tuning.rule(packed, bucket, NUM_SMS))
+    """Two layers of each kind, with widths and biases of two kinds; `case` names one of `WEIGHTS`,
+    or is "rounded": from nine rows on, in the layers that can be."""
+
+    def choose(packed: Any, epilogue: str, bucket: int) -> Any:
+        return quant_tuning.rule(packed, bucket, NUM_SMS)
+
+    if case == "rounded":
+        make = partial(int8_rows, k=272, activation="token")
+        part: QuantizedLinear = Int8Linear(
+            choose, lambda *given: choose(*given) if given[-1] > 8 else "exact"
+        )
+    else:
+        make, kernel = WEIGHTS[case]
+        part = kernel(choose)
     layers = [(make(n), bias) for n, bias in 2 * [(WIDTH, True), (40, True), (40, False)]]
     uses = ("run", "silu_mul", "add")
     with recorded() as found:

@@ -11,3 +11,13 @@ def test_products_in_float16_launch_what_was_compiled_ahead_and_no_more(case: st
     assert set(found["launched"]) == set(found["ahead"])
     assert len(set(found["ahead"])) == len(found["ahead"])
     assert names_of(found["launched"]) == {"few_rows"}
+
+
+def test_products_of_rounded_rows_are_compiled_ahead_too() -> None:
+    found = find("linear", "rounded")
+    ahead, launched = (
+        {each for each in found[when] if names_of([each]) == {"few_rows"}}
+        for when in ("ahead", "launched")
+    )
+    assert launched == ahead
+    assert len({"('*i8'" in each for each in ahead}) == 2  # both inputs are there

@@ -221,9 +221,9 @@ def test_few_rounded_rows_give_their_product(
     kernel = KERNELS.get(weight.format, Fp8Linear)(lambda *_: None)
     prepared = kernel.prepare(weight)
     tiling = Tiling(32, 32, share, stages=3, warps=4, prefetch=2, registers=None)
-    tilings = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
+    ways = {epilogue: (tiling,) * len(BUCKETS) for epilogue in EPILOGUES}
     words = prepared.packed.words.view(rounding.dtype)
-    many = RoundedProduct(rounding=rounding, values=words, scales=words, tilings=tilings)
+    many = RoundedProduct(rounding=rounding, values=words, scales=words, ways=ways)
     prepared = replace(prepared, many=many)
     bias = torch.randn(weight.out_features).half()
     for rows in (1, 5, 17):
@@ -236,20 +236,40 @@ def test_few_rounded_rows_give_their_product(
         hold(epilogue, rounded, weight, (kernel, prepared), bias, exact=values * scales)
 
 
-def test_rows_are_rounded_for_the_kernel_where_the_exact_one_is_not_chosen() -> None:
+FEW = Tiling(32, 32, 3, stages=3, warps=4, prefetch=0, registers=None)
+
+
+@pytest.mark.parametrize(
+    ("exact", "way", "rounds", "adds"),
+    [
+        (FEW, "exact", False, True),
+        (FEW, FEW, True, True),
+        (FEW, "many", True, False),
+        (None, "exact", True, False),
+        (None, FEW, True, True),
+    ],
+)
+def test_rows_are_rounded_where_the_choice_says_so(exact, way, rounds: bool, adds: bool) -> None:
     weight = int8_rows(48, 80, "token")
-    tiling = Tiling(32, 32, 3, stages=3, warps=4, prefetch=0, registers=None)
-    kernel = Int8Linear(lambda *_: None, lambda *_: tiling)
+    kernel = Int8Linear(lambda *_: exact, lambda *_: way)
     prepared, x = kernel.prepare(weight), draw(3, weight)
-    assert kernel.rounds(prepared, 3) and kernel.adds(prepared, 3)
+    assert kernel.rounds(prepared, 3) == rounds and kernel.adds(prepared, 3) == adds
+    assert kernel.rounds(prepared, MAX_ROWS + 1) and not kernel.adds(prepared, MAX_ROWS + 1)
     rounded = prepared.many.rounding.round(x)
     for method in (kernel.run, kernel.run_silu_mul):
-        assert torch.equal(method(x, prepared, None), method(rounded, prepared, None))
-    exact = Int8Linear(lambda *_: tiling, lambda *_: tiling)
-    prepared = exact.prepare(weight)
-    assert not exact.rounds(prepared, 3)
-    hold("none", x, weight, (exact, prepared))
-    assert len(exact.run(x[:0], prepared, None)) == 0
+        out = method(x, prepared, None)
+        assert torch.equal(out, method(rounded, prepared, None)) == rounds
+        assert len(method(x[:0], prepared, None)) == 0
+    if not rounds:
+        hold("none", x, weight, (kernel, prepared))
+
+
+def test_a_scheme_that_rounds_nothing_has_the_exact_product_whatever_the_choice() -> None:
+    weight = int8_rows(48, 80)
+    kernel = Int8Linear(lambda *_: FEW, lambda *_: FEW)
+    prepared = kernel.prepare(weight)
+    assert not kernel.rounds(prepared, 3) and kernel.adds(prepared, 3)
+    hold("none", draw(3, weight), weight, (kernel, prepared))
 
 
 def test_prepared_words_hold_the_weight_once() -> None:

@@ -87,6 +87,24 @@ def test_a_table_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.choose(weight, "none", 2) == tuning.rule(weight, 2, 132)
 
 
+def test_rows_are_rounded_only_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {"fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"]}
+    few = [64, 128, 2, 4, 4, 2, None]
+    table["shapes"] = {
+        "fp8/rows 512x1024 none": {"1": few},
+        "fp8/rows rounded 512x1024 none": {"16": few, "64": None},
+    }
+    monkeypatch.setattr(tuning, "table_of", lambda gpu: tuning.parse(table))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    weight = packed("fp8", 512, 1024, 0)
+    assert tuning.choose_rounded(weight, "none", 16) == "exact"  # on a CPU
+    words = SimpleNamespace(device=torch.device("cuda"))
+    on_gpu = SimpleNamespace(words=words, kind=weight.kind, n=weight.n, k=weight.k)
+    ways = [tuning.choose_rounded(on_gpu, "none", bucket) for bucket in (8, 16, 32, 64, 128)]
+    assert ways == ["exact", Tiling(*few), "exact", "many", "exact"]
+    assert tuning.choose_rounded(on_gpu, "add", 16) == "exact"
+
+
 def test_a_gpu_without_a_table_has_none() -> None:
     assert tuning.table_of("NVIDIA L4") == {}
 

@@ -151,6 +151,23 @@ def test_an_input_is_rounded_where_the_mount_would_make_it_so(
     assert Able.calls["rounded"]
 
 
+class RoundingWide(Rounding):
+    """Rounds for weights of more than 16 rows."""
+
+    def rounds(self, prepared: Tensor, num_rows: int) -> bool:
+        return num_rows > 1 and len(prepared) > 16
+
+
+def test_an_activation_is_fused_where_the_product_behind_it_rounds_nothing(
+    record_of: RecordOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Able, "calls", Counter())
+    mounted = able("silu_mul", factory="RoundingWide", prologues=("norm", "silu_mul"))
+    rows = record_of("kernels --tokens 3 --linear-kernel torch --kernel able", mounted)["kernels"]
+    found = {row["shape"]: (row["input"], row["epilogue"]) for row in rows}
+    assert found["48 x 16"] == ("rounded", "silu_mul") and found["16 x 24"] == (None, None)
+
+
 def test_a_kernel_that_fits_nothing_is_refused_with_those_that_do(record_of: RecordOf) -> None:
     refusal = r"kernel='dequantize' fits no product .* among .*torch"
     with pytest.raises(AssertionError, match=refusal):

@@ -33,6 +33,8 @@ NUM_LEVELS = tl.constexpr(8)
 """Sizes of a share that are tried, a third of an octave apart; the last one cuts nothing."""
 MERGED_AT_ONCE = 8192
 """Partial sums in registers while shares are merged."""
+MOST_MERGED = 16
+"""Shares at once: the kernel is unrolled over them."""
 
 
 @triton.jit
@@ -202,10 +204,12 @@ def _merge(
         for share in tl.static_range(BLOCK_S):
             rows = (first + start + share) * num_heads + first_head + heads
             fits = (start + share < count) & (heads < GROUP)
-            levels += (tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg"),)
+            level = tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg")
+            levels += (level,)  # type: ignore[assignment]  # a tuple of no fixed length
             at = partial_ptr + rows[:, None] * HEAD_SIZE + columns[None, :]
             fits = fits[:, None] & (columns < HEAD_SIZE)[None, :]
-            partials += (tl.load(at, mask=fits, other=0.0, cache_modifier=".cg"),)
+            partial = tl.load(at, mask=fits, other=0.0, cache_modifier=".cg")
+            partials += (partial,)  # type: ignore[assignment]
         new_top = top
         for share in tl.static_range(BLOCK_S):
             new_top = tl.maximum(new_top, levels[share])
@@ -299,7 +303,7 @@ def decode_launch(
         "BLOCK_G": block_g,
         "BLOCK_N": tiles.block_n,
         "BLOCK_D": block_d,
-        "BLOCK_S": max(1, MERGED_AT_ONCE // (block_g * block_d)),
+        "BLOCK_S": min(MOST_MERGED, max(1, MERGED_AT_ONCE // (block_g * block_d))),
         "PAIR": 1 if scales is None else 2,
         "PDL": pdl,
         "launch_pdl": pdl,

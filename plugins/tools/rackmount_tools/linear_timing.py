@@ -13,7 +13,7 @@ from rackmount import Rack
 from rackmount_registry.descriptors import LinearKernel
 from rackmount_registry.formats import EPILOGUES, PROLOGUES, Rounded, Weight
 from rackmount_registry.mount import Draft, random_weight
-from rackmount_registry.mount.fuse import fuse
+from rackmount_registry.mount.fuse import GemmSiluMul, fuse
 from rackmount_registry.mount.trace import trace
 from rackmount_registry.nn import Linear, MergedLinear, OutputHead
 from rackmount_registry.nn.linear import Gemm
@@ -30,6 +30,8 @@ class Product:
     gemm: Gemm
     prologue: str | None
     """After which operation its input may be made rounded, one of `formats.PROLOGUES`."""
+    activated: Gemm | None
+    """What alone reads silu(gate) * up of it, and may get that rounded."""
     count: int
 
 
@@ -42,14 +44,19 @@ def products_of(draft: Draft) -> list[Product]:
         gemm.epilogues, gemm.prologues = EPILOGUES, PROLOGUES
     traced = trace(draft.model)
     fuse(traced)
-    prologues = _prologues(traced)
+    prologues, activated = _prologues(traced), _activated(traced)
     found: dict[tuple[object, ...], list[Gemm]] = {}
     for gemm in gemms:
         weight, prologue = gemm.weight, prologues.get(id(gemm))
         key = weight.role, weight.parts, weight.in_features, weight.stored, gemm.uses, prologue
         found.setdefault(key, []).append(gemm)
     return [
-        Product(gemm=alike[0], prologue=prologues.get(id(alike[0])), count=len(alike))
+        Product(
+            gemm=alike[0],
+            prologue=prologues.get(id(alike[0])),
+            activated=activated.get(id(alike[0])),
+            count=len(alike),
+        )
         for alike in found.values()
     ]
 
@@ -69,6 +76,15 @@ def _prologues(fused: nn.Module) -> dict[int, str]:
         id(module.reader): "silu_mul" if type(module).__name__.endswith("SiluMul") else "norm"
         for module in fused.modules()
         if isinstance(getattr(module, "reader", None), Gemm)
+    }
+
+
+def _activated(fused: nn.Module) -> dict[int, Gemm | None]:
+    """By the identity of each product with the epilogue "silu_mul"."""
+    return {
+        id(module.gemm): module.reader
+        for module in fused.modules()
+        if isinstance(module, GemmSiluMul)
     }
 
 
@@ -114,6 +130,12 @@ class _Timed:
             self.kernel.prepare(each, uses if self.epilogue else ("run",))
             for each in self._copies()
         ]
+        self.reader = None
+        if (
+            reader := product.activated
+        ) is not None and reader.weight.stored == product.gemm.weight.stored:
+            stored = random_weight(reader.weight, device=rack.device, dtype=rack.dtype)
+            self.reader = self.kernel.prepare(stored, reader.uses)
 
     def _copies(self) -> Iterator[Weight]:
         on_cpu = self.device.type == "cpu"
@@ -140,6 +162,12 @@ class _Timed:
     def _rounds(self, num: int, prologue: str | None) -> bool:
         return prologue in self.part.prologues and self.kernel.rounds(self.copies[0], num)
 
+    def _reader_rounds(self, num: int) -> bool:
+        """Whether the product behind `silu_mul` takes it rounded, by the same kernel."""
+        if self.reader is None or "silu_mul" not in self.part.prologues:
+            return False
+        return bool(self.kernel.rounds(self.reader, num))
+
     def _rounded(self, x: Tensor) -> Tensor | Rounded:
         """As what makes the input would give it."""
         prologue, prepared = self.product.prologue, self.copies[0]
@@ -153,7 +181,7 @@ class _Timed:
         match self.epilogue:
             case "add" if not self.kernel.adds(self.copies[0], num):
                 return None
-            case "silu_mul" if self._rounds(num, "silu_mul"):  # the product behind it takes it so
+            case "silu_mul" if self._reader_rounds(num):
                 return None
         return self.epilogue
 

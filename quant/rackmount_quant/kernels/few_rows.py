@@ -86,7 +86,8 @@ def few_rows_kernel(
 
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
     there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many blocks are
-    called into L2 before x may be read, and scales and zeros.
+    called into L2 before x may be read; so are the first and the last of a program's scales and
+    zeros in each row.
     """
     ROUNDED: tl.constexpr = x_scales is not None
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth

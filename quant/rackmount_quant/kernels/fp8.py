@@ -18,12 +18,13 @@ BLOCK_PRODUCTS = (9, 0)
 class Fp8Linear(RoundedLinear):
     """For "fp8_rows" and "fp8_blocks".
 
-    Many rows are rounded as the scheme says, and multiplied by CUTLASS or cuBLAS through torch. By
-    rows that adds up with `use_fast_accum`, which on Hopper keeps some 14 bits of a sum
-    (DeepSeek-V3, arXiv 2412.19437, section 3.3.2); by blocks it does not. Both write bfloat16, the
-    one dtype that CUTLASS has for rows: where x is float16, the bias and the result are rounded to
-    it first, three bits shorter. Where there is no such product the weight is dequantized and the
-    input left as it is, which is more exact.
+    Many rows are rounded as the scheme says, and multiplied by CUTLASS or cuBLAS through torch; few
+    by `few_rows_kernel`, rounded where that is faster than exact. With a scale a row both add up as
+    the tensor cores do, which on Hopper keeps some 14 bits of a sum (DeepSeek-V3, arXiv 2412.19437,
+    section 3.3.2); with blocks no sum is longer than 128 columns, or cuBLAS sees to it. CUTLASS and
+    cuBLAS write bfloat16, the one dtype that CUTLASS has for rows: where x is float16, the bias and
+    the result are rounded to it first, three bits shorter. Where there is no such product the
+    weight is dequantized and the input left as it is, which is more exact.
     """
 
     def pack(self, weight: Weight) -> Packed:
@@ -52,7 +53,7 @@ class Fp8Linear(RoundedLinear):
         )
         values = packed.words.view(torch.float8_e4m3fn).t()
         return RoundedProduct(
-            rounding=rounding, values=values, scales=scales, tilings=self.tilings(packed)
+            rounding=rounding, values=values, scales=scales, ways=self.ways(packed)
         )
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:

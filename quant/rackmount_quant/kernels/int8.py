@@ -18,8 +18,8 @@ COLUMNS = 1024
 
 
 class Int8Linear(RoundedLinear):
-    """For "int8_rows". Many rows are rounded where the scheme rounds each token, and multiplied by
-    cuBLAS in integers, exactly."""
+    """For "int8_rows". Many rows are rounded where the scheme rounds inputs, and few where that is
+    faster; both are then multiplied in integers, exactly."""
 
     def pack(self, weight: Weight) -> Packed:
         return pack_rows(weight)
@@ -32,7 +32,7 @@ class Int8Linear(RoundedLinear):
         rounding = Rounding(dtype=torch.int8, per=weight.activation, given=given, rows_by=ROWS_BY)
         values = packed.words.view(torch.int8).t()
         return RoundedProduct(
-            rounding=rounding, values=values, scales=packed.scales, tilings=self.tilings(packed)
+            rounding=rounding, values=values, scales=packed.scales, ways=self.ways(packed)
         )
 
     def multiply(self, x: RoundedRows, product: RoundedProduct, bias: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ SIZES = (
     *("N", "K", "x_stride", "x_scale_stride", "residual_stride"),
     *("row_stride", "block_stride", "scale_stride"),
 )
-"""Arguments of which a compiled kernel knows no more than whether they are multiples of 16."""
+"""Arguments of which a compiled kernel knows no more than whether they are 1 or multiples of 16."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,14 +36,17 @@ class Prepared:
     arrivals: Tensor
     """int32, a counter for each tile: zeros between products."""
     tilings: Mapping[str, tuple[Tiling | None, ...]]
-    """Epilogue -> one for each of `tuning.BUCKETS`; None where many rows are multiplied."""
+    """Epilogue -> one for each of `tuning.BUCKETS`; None where the dequantized matrix is
+    multiplied."""
     uses: tuple[str, ...] = ("none",)
     """Epilogues that will be asked for."""
     many: Any = None
     """What a kernel's `many_rows` needs beside."""
 
     def tiling(self, epilogue: str, rows: int) -> Tiling | None:
-        return tuning.of_rows(self.tilings[epilogue], rows)
+        if not 0 < rows <= tuning.MAX_ROWS:
+            return None
+        return self.tilings[epilogue][tuning.bucket_of(rows)]
 
 
 class QuantizedLinear:
@@ -116,7 +119,7 @@ class QuantizedLinear:
         out = like.new_empty((len(x), n // 2 if silu else n), dtype=x.dtype)
         residual = out if epilogue == "add" else None
         _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
-        aligned = {name: arguments[name] % 16 == 0 for name in SIZES}
+        aligned = {name: (arguments[name] % 16 == 0, arguments[name] == 1) for name in SIZES}
         key = traits(few_rows_kernel, arguments | aligned)
         self._ahead.start(few_rows_kernel, key, arguments)
 
@@ -149,6 +152,16 @@ class QuantizedLinear:
         tiling = prepared.tiling(epilogue, len(x))
         if tiling is not None and isinstance(x, Tensor):
             return self._launch(tiling, epilogue, x, prepared, bias, residual)
+        return self._run_many(epilogue, x, prepared, bias, residual)
+
+    def _run_many(
+        self,
+        epilogue: str,
+        x: Tensor | Rounded,
+        prepared: Prepared,
+        bias: Tensor | None,
+        residual: Tensor | None,
+    ) -> Tensor:
         product = self._many_rows(x, prepared, bias)
         if epilogue == "silu_mul":
             return silu_mul(product)

@@ -59,8 +59,6 @@ def round_kernel(
     added where it is not None, and the sum written to `total`; "silu_mul": silu(x) * other.
     `scales`: [T], or [columns / 128, T] with PER "group"; with "tensor" all are the given one.
     """
-    if PDL:
-        gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < N
@@ -68,6 +66,7 @@ def round_kernel(
         gains = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if PDL:
         gdc_wait()
+        gdc_launch_dependents()
     read = tl.load(x + row * x_stride + columns, mask=inside, other=0.0)
     wide = read.to(tl.float32)
     if MAKE == "norm":

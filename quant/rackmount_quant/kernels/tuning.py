@@ -2,22 +2,28 @@
 
 A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
-KIND as `Packed.kind`, with " rounded" behind it of products of rounded rows. A bucket is the least
-power of two that holds the rows; null says that the way for many rows was faster. One that is not
-there has what one with as many tokens a tile has.
+KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
+product with the dequantized matrix was faster. One that is not there has what one with as many
+tokens a tile has.
+
+"KIND rounded NxK EPILOGUE" has buckets where products of rounded rows were faster by
+`ROUNDING_GAIN`; null says that of those the way for many rows was the fastest.
 """
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Literal, TypeVar
 
 import torch
 
 from rackmount_quant.kernels.packed import Packed
 from rackmount_registry.formats import EPILOGUES
+
+T = TypeVar("T")
 
 MAX_ROWS = 256
 """Above it products are bound by arithmetic."""
@@ -81,6 +87,12 @@ class Tiling:
 
 Choose = Callable[[Packed, str, int], Tiling | None]
 """`choose(packed, epilogue, bucket)`; see `choose`."""
+ROUNDING_GAIN = 0.95
+"""Rounded rows must take no more of the exact product's time, or it is left exact."""
+Way = Tiling | Literal["many", "exact"]
+"""How rows are multiplied where the weight's scheme rounds them: rounded, by a tiling or as many
+rows are, or as they are."""
+ChooseRounded = Callable[[Packed, str, int], Way]
 
 
 def block_m(bucket: int) -> int:
@@ -109,17 +121,12 @@ def block_k_of(packed: Packed) -> int | None:
     )
 
 
-def for_all(choose: Choose, packed: Packed) -> dict[str, tuple[Tiling | None, ...]]:
+def for_all(choose: Callable[[Packed, str, int], T], packed: Packed) -> dict[str, tuple[T, ...]]:
     """Epilogue -> the choice for each of BUCKETS."""
     return {
         epilogue: tuple(choose(packed, epilogue, bucket) for bucket in BUCKETS)
         for epilogue in ("none", *EPILOGUES)
     }
-
-
-def of_rows(tilings: Sequence[Tiling | None], rows: int) -> Tiling | None:
-    """That of BUCKETS' choices which holds so many rows, if there are any."""
-    return tilings[bucket_of(rows)] if 0 < rows <= MAX_ROWS else None
 
 
 def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
@@ -128,27 +135,20 @@ def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
     if block_k_of(packed) is None:
         return None
     properties = torch.cuda.get_device_properties(packed.words.device)
-    row = _measured(properties.name, packed, packed.kind, epilogue, bucket)
-    if row:
-        return row[min(row, key=lambda each: abs(each - bucket))]
+    row = table_of(properties.name).get(f"{packed.kind} {packed.n}x{packed.k} {epilogue}", {})
+    alike = [each for each in row if block_m(each) == block_m(bucket)]
+    if alike:
+        return row[min(alike, key=lambda each: abs(each - bucket))]
     return rule(packed, bucket, properties.multi_processor_count)
 
 
-def choose_rounded(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
-    """The same for rounded rows; what was not measured is made as that of many rows."""
+def choose_rounded(packed: Packed, epilogue: str, bucket: int) -> Way:
+    """What was not measured stays exact; so does all on a device that is no GPU."""
     if packed.words.device.type != "cuda":
-        return None
+        return "exact"
     name = torch.cuda.get_device_name(packed.words.device)
-    row = _measured(name, packed, f"{packed.kind} rounded", epilogue, bucket)
-    return row[min(row, key=lambda each: abs(each - bucket))] if row else None
-
-
-def _measured(
-    gpu: str, packed: Packed, kind: str, epilogue: str, bucket: int
-) -> Mapping[int, Tiling | None]:
-    """Of the buckets with as many tokens a tile."""
-    row = table_of(gpu).get(f"{kind} {packed.n}x{packed.k} {epilogue}", {})
-    return {each: row[each] for each in row if block_m(each) == block_m(bucket)}
+    row = table_of(name).get(f"{packed.kind} rounded {packed.n}x{packed.k} {epilogue}", {})
+    return (row[bucket] or "many") if bucket in row else "exact"
 
 
 @cache
