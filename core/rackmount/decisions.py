@@ -8,6 +8,7 @@ from typing import Any
 from rackmount.loading.locate import files_by_reader, route, serves
 from rackmount.rack import Rack
 from rackmount_registry.descriptors import Executor, GrammarBackend, ModelSource
+from rackmount_registry.errors import listed
 from rackmount_registry.offers import Offer
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.selection import (
@@ -25,7 +26,7 @@ class Decision:
     """Which part serves one use of a kind, and all that were weighed."""
 
     kind: str
-    use: str
+    use: str = ""
     """A weight format, operations, or empty where a kind has one use."""
     winner: str | None
     """None: nothing fits."""
@@ -61,15 +62,14 @@ def finding(model: str, path: Path, manager: PluginManager) -> Iterator[Decision
     matching = [(reader, files) for reader, files in taken if files]
     if len(matching) == 1:
         ((reader, files),) = matching
-        more = "" if len(files) == 1 else f" and {len(files) - 1} more"
-        winner, why = _with_origin(reader), f"which takes {files[0].name}{more}"
+        names = listed([file.name for file in files], 1)
+        winner, why = _with_origin(reader), f"which takes {names}"
     elif matching:
         winner, why = None, "files of several formats are there; name one file"
     else:
         winner, why = "none", "the configuration alone is there"
     yield Decision(
         kind="checkpoint_reader",
-        use="",
         winner=winner,
         why=why,
         candidates=tuple(
@@ -96,7 +96,6 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
     yield _chosen("attention_backend", "", [attention.prefill, attention.decode], attention)
     yield Decision(
         kind="executor",
-        use="",
         winner=_with_origin(rack.executor),
         why="requested" if rack.config.executor != "auto" else "the first that takes so many ranks",
         candidates=tuple(
@@ -110,7 +109,6 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
     )
     yield Decision(
         kind="grammar_backend",
-        use="",
         winner=_with_origin(rack.grammar) if rack.grammar else "none",
         why="requested" if rack.config.grammar_backend != "auto" else "the first that is mounted",
         candidates=tuple(
@@ -135,7 +133,6 @@ def _claimed(kind: str, winner: Offer[Any] | None, manager: PluginManager) -> De
     """A part that config.json asks for, by a name that the part claims."""
     return Decision(
         kind=kind,
-        use="",
         winner=_with_origin(winner) if winner else "none",
         why="as config.json says",
         candidates=tuple(

@@ -2,7 +2,7 @@
 taken."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rackmount_registry.mount import Draft, PartsChoice, draft, select_parts
 from rackmount_registry.offers import Offer, broken_note, legal_names, normalize
 from rackmount_registry.options import GivenOptions, check_options, instantiate, parse_options
 from rackmount_registry.plugins import PluginManager
-from rackmount_registry.selection import AttentionChoice, choose_attention
+from rackmount_registry.selection import AttentionChoice, choose_attention, first_in_order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,8 +140,8 @@ def draft_rack(
     demand = Demand(
         device=device.type,
         compute_capability=_capability(device),
-        dtype=_name(dtype),
-        kv_dtype=_name(kv_cache.dtype),
+        dtype=dtype_name(dtype),
+        kv_dtype=dtype_name(kv_cache.dtype),
         num_ranks=1,
     )
     opted_in = _opted_in(config, manager)
@@ -187,15 +187,8 @@ def choose_grammar_backend(
     """
     if config.grammar_backend != "auto":
         return manager.find(GrammarBackend, config.grammar_backend)
-    opted_in = _opted_in(config, manager)
-    tried = [
-        (offer.descriptor.order, offer.name, offer)
-        for offer in manager.offers(GrammarBackend)
-        if offer.descriptor.order is not None
-        and (offer.first_party or offer.distribution in opted_in)
-        and not offer.missing()
-    ]
-    return min(tried, key=lambda it: it[:2])[2] if tried else None
+    able = [offer for offer in manager.offers(GrammarBackend) if not offer.missing()]
+    return first_in_order(able, _opted_in(config, manager))
 
 
 def _require_layout(attention: AttentionChoice) -> None:
@@ -260,7 +253,8 @@ def _dtype(name: str, reader: ConfigReader) -> torch.dtype:
     return dtype
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a user writes it."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -314,7 +308,7 @@ def _kv_cache(
     if config.kv_scale is not None:
         raise ConfigError(
             f"kv_scale={config.kv_scale} is for an FP8 KV cache, and kv_cache_dtype={wanted!r} "
-            f"makes it {_name(dtype)}; choose kv_cache_dtype='fp8', or leave kv_scale out"
+            f"makes it {dtype_name(dtype)}; choose kv_cache_dtype='fp8', or leave kv_scale out"
         )
     return KVCache(dtype=dtype, ignores_scales=wanted == "model")
 
@@ -327,14 +321,8 @@ def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
         raise ConfigError(
             f"attention layers with head sizes {sizes} need several KV groups; one is supported"
         )
-    return Demand(
-        device=demand.device,
-        compute_capability=demand.compute_capability,
-        dtype=demand.dtype,
-        kv_dtype=demand.kv_dtype,
-        head_size=sizes[0],
-        features=drafted.kv_cache.features.union(*(layer.features for layer in layers)),
-    )
+    features = drafted.kv_cache.features.union(*(layer.features for layer in layers))
+    return replace(demand, head_size=sizes[0], features=features)
 
 
 def _max_model_len(config: EngineConfig, reader: ConfigReader, drafted: Draft) -> int:

@@ -1,13 +1,11 @@
 """What a started engine says of itself, and the words that `explain` shares with it."""
 
-import torch
-
 from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore
 from rackmount.execution.saturation import TOO_MANY, too_small
-from rackmount.rack import Rack
+from rackmount.rack import Rack, dtype_name
 from rackmount_registry.attention import FP8
-from rackmount_registry.mount.fill import listed
+from rackmount_registry.errors import listed
 from rackmount_registry.plugins import PluginManager
 
 UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
@@ -93,11 +91,6 @@ def graphs(rack: Rack) -> str:
 def full_requests(rack: Rack, num_kv_blocks: int) -> int:
     """Most requests at once that all reach the full length."""
     return min(num_kv_blocks // rack.blocks_per_sequence, rack.config.max_num_seqs)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As a user writes it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def size(num_bytes: float) -> str:

@@ -43,17 +43,11 @@ class Given:
         return self._answer
 
 
-class Raised:
-    """A `Pending` whose result is an exception."""
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def ready(self) -> bool:
-        return True
+class Raised(Given):
+    """One whose result is an exception."""
 
     def result(self) -> NoReturn:
-        raise self._error
+        raise self._answer
 
 
 def attempt(program: Program, request: Any) -> Any:

@@ -4,6 +4,8 @@ values."""
 import difflib
 from collections.abc import Iterable, Sequence
 
+MAX_LISTED = 8
+
 
 class RackmountError(Exception):
     """Base of every error that rackmount raises on purpose."""
@@ -44,3 +46,9 @@ def did_you_mean(name: str, legal: Iterable[str]) -> str:
     """` (did you mean 'x'?)` where a legal name is close, else an empty string."""
     match = nearest(name, legal)
     return f" (did you mean {match!r}?)" if match else ""
+
+
+def listed(names: Sequence[str], limit: int = MAX_LISTED) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

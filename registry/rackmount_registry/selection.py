@@ -19,7 +19,9 @@ from rackmount_registry.capabilities import Demand
 from rackmount_registry.descriptors import (
     AttentionBackend,
     ComputeDescriptor,
+    Executor,
     ExpertKernel,
+    GrammarBackend,
     OpSet,
     TokenDispatcher,
 )
@@ -40,6 +42,7 @@ A = TypeVar("A", bound=ComputeDescriptor)
 B = TypeVar("B", bound=ComputeDescriptor)
 C = TypeVar("C", bound=ComputeDescriptor)
 C_co = TypeVar("C_co", bound=ComputeDescriptor, covariant=True)
+K = TypeVar("K", Executor, GrammarBackend)
 T = TypeVar("T", int, str)
 
 
@@ -295,10 +298,7 @@ def choose_ops(
         SelectionError: the requested op set is unknown, contested, or refused for an operation that
             it offers.
     """
-    if requested == AUTO:
-        wanted = None
-    else:
-        wanted = find_offer(OpSet.kind, offers, requested, broken=broken, error=SelectionError)
+    wanted = _Side(OpSet.kind, offers, demand, requested, opted_in, broken).wanted
     choices = {}
     for op in ops:
         offering = [offer for offer in offers if op in offer.descriptor.ops]
@@ -383,6 +383,17 @@ def choose_experts(
     return ExpertsChoice(
         kernel=kernel, dispatcher=dispatcher, layout=layout, why=why, candidates=candidates
     )
+
+
+def first_in_order(offers: Sequence[Offer[K]], opted_in: Collection[str]) -> Offer[K] | None:
+    """Of parts that no capability tells apart, the one that `auto` takes, if any."""
+    tried = [
+        offer
+        for offer in offers
+        if offer.descriptor.order is not None
+        and (offer.first_party or offer.distribution in opted_in)
+    ]
+    return min(tried, key=lambda offer: (offer.descriptor.order, offer.name), default=None)
 
 
 def _choose_pair(

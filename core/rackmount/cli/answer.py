@@ -30,11 +30,9 @@ class Answer:
     def decode_rate(self) -> float | None:
         """Tokens per second from the first to the last; None where there are not two."""
         num_after_first = len(self.token_ids) - 1
-        return (
-            num_after_first / (self.seconds - self.seconds_to_first)
-            if num_after_first > 0
-            else None
-        )
+        if num_after_first < 1:
+            return None
+        return num_after_first / (self.seconds - self.seconds_to_first)
 
     def __str__(self) -> str:
         rate = "" if self.decode_rate is None else f" at {self.decode_rate:.1f} tokens/s"

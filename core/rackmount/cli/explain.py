@@ -13,17 +13,8 @@ from rackmount.config import DTYPES, EngineConfig
 from rackmount.decisions import Decision, decisions, finding
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.loading.locate import locate, read_config
-from rackmount.rack import Rack, draft_rack
-from rackmount.report import (
-    capacity,
-    dtype_name,
-    full_requests,
-    graphs,
-    headline,
-    kv_scales,
-    size,
-    unmet_names,
-)
+from rackmount.rack import Rack, draft_rack, dtype_name
+from rackmount.report import capacity, full_requests, graphs, headline, kv_scales, size, unmet_names
 from rackmount_registry.attention import FP8
 from rackmount_registry.errors import ConfigError, SelectionError
 from rackmount_registry.plain import as_plain

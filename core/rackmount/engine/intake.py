@@ -59,8 +59,7 @@ class Intake:
     def default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends, else `SamplingParams()`."""
         names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        known = {n: self._recommended.get(n) for n in names}
-        given = {name: value for name, value in known.items() if value is not None}
+        given = {n: v for n in names if (v := self._recommended.get(n)) is not None}
         if self._recommended.get("do_sample") is False:
             given["temperature"] = 0.0
         return SamplingParams(**given)

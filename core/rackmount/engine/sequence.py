@@ -50,7 +50,16 @@ class Sequence:
         self._taken: Event | None = None
         self.finish_reason: FinishReason | None = None
         self.stop_reason: int | str | None = None
-        self._stream = _text_stream(prompt_token_ids, params, tokenizer)
+        self._stream: TextStream | None = None
+        if tokenizer is not None and params.detokenize:
+            self._stream = TextStream(
+                tokenizer,
+                prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                stop=params.stop_strings,
+                include_stop_str_in_output=params.include_stop_str_in_output,
+                min_tokens=params.min_tokens,
+            )
 
     @property
     def text(self) -> str:
@@ -137,20 +146,3 @@ class Sequence:
             self.sink(chunk)
         self.stop_reason = stop_reason
         self.finish_reason = finish_reason
-
-
-def _text_stream(
-    prompt_token_ids: list[int],
-    params: SamplingParams,
-    tokenizer: "PreTrainedTokenizerBase | None",
-) -> TextStream | None:
-    if tokenizer is None or not params.detokenize:
-        return None
-    return TextStream(
-        tokenizer,
-        prompt_token_ids,
-        skip_special_tokens=params.skip_special_tokens,
-        stop=params.stop_strings,
-        include_stop_str_in_output=params.include_stop_str_in_output,
-        min_tokens=params.min_tokens,
-    )

@@ -1,5 +1,6 @@
 """The program of a rank: a worker that answers the engine core's messages."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -106,8 +107,6 @@ class RankProgram:
 
 def _read_tokenizer(setup: RankSetup, manager: PluginManager) -> "PreTrainedTokenizerBase | None":
     """The model's. Few requests need it in a rank, and long after the weights were read."""
-    checkpoint = open_model(Path(setup.path), manager, setup.config.load_format)
-    try:
+    path, form = Path(setup.path), setup.config.load_format
+    with closing(open_model(path, manager, form)) as checkpoint:
         return checkpoint.tokenizer(trust_remote_code=setup.config.trust_remote_code)
-    finally:
-        checkpoint.close()

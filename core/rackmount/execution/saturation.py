@@ -10,6 +10,7 @@ from torch import Tensor
 from rackmount.execution.batch import padding_step
 from rackmount.execution.runner import Runner
 from rackmount_registry.attention import FP8_MAX
+from rackmount_registry.errors import listed
 
 NUM_PROMPTS = 16
 """Of random tokens, a block each."""
@@ -60,13 +61,12 @@ def too_small(shares: Saturation, num_tried: int) -> str:
     cut = {layer: pair for layer, pair in enumerate(shares) if max(pair) > TOO_MANY}
     if not cut:
         return ""
-    ranked = sorted(cut, key=lambda layer: -max(cut[layer]))[:MAX_LISTED]
-    listed = (f"{layer} ({cut[layer][0]:.2%}, {cut[layer][1]:.2%})" for layer in ranked)
-    more = f" and {len(cut) - MAX_LISTED} more" if len(cut) > MAX_LISTED else ""
+    ranked = sorted(cut, key=lambda layer: -max(cut[layer]))
+    layers = [f"{layer} ({cut[layer][0]:.2%}, {cut[layer][1]:.2%})" for layer in ranked]
     return (
         f"KV scales are too small in {len(cut)} of {len(shares)} layers: of {num_tried} random "
         "tokens these keys and values were stored as the largest FP8 number: layer "
-        f"{', '.join(listed)}{more}; calibrate the model on more text, give a larger kv_scale "
+        f"{listed(layers, MAX_LISTED)}; calibrate the model on more text, give a larger kv_scale "
         "where it has none, or choose kv_cache_dtype='model'"
     )
 

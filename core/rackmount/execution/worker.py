@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
-from rackmount.execution.buffers import StepTensors
 from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.memory import free_bytes, num_kv_blocks
@@ -146,19 +145,13 @@ class Worker:
             return PendingStep(self.batch, None, prompts, self._mark())
         if of_all:
             hidden = hidden.index_select(0, tensors.logits_indices)
-        token_ids, logprobs = self._sample(flat, tensors, hidden)
-        return self._pend(flat, token_ids, logprobs, prompts)
-
-    def _sample(
-        self, flat: FlatBatch, tensors: StepTensors, hidden: Tensor
-    ) -> tuple[Tensor, LogprobTensors | None]:
-        """From hidden states [S, hidden] to tokens int32 [S] on the device."""
         sampler, rows = self._sampler, flat.sample_rows
         logits = self._runner.logits(hidden)
         self._prepare(flat)
         draw = sampler.draw if sampler.is_plain(rows) else sampler.draw_processed
         token_ids = self._runner.sample(tensors, logits, draw)
-        return token_ids, sampler.logprobs(logits, rows, token_ids)
+        logprobs = sampler.logprobs(logits, rows, token_ids)
+        return self._pend(flat, token_ids, logprobs, prompts)
 
     def _prepare(self, flat: FlatBatch) -> None:
         """Gives the device what the step's sampling needs, while it goes on with the model.

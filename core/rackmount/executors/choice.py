@@ -6,6 +6,7 @@ from rackmount_registry.descriptors import Executor
 from rackmount_registry.errors import SelectionError
 from rackmount_registry.offers import Offer
 from rackmount_registry.plugins import PluginManager
+from rackmount_registry.selection import first_in_order
 
 
 def choose_executor(
@@ -20,14 +21,8 @@ def choose_executor(
     offers = manager.offers(Executor)
     fitting = [offer for offer in offers if num_ranks <= (offer.descriptor.max_ranks or num_ranks)]
     if name == "auto":
-        tried = [
-            (offer.descriptor.order, offer.name, offer)
-            for offer in fitting
-            if offer.descriptor.order is not None
-            and (offer.first_party or offer.distribution in opted_in)
-        ]
-        if tried:
-            return min(tried, key=lambda it: it[:2])[2]
+        if (first := first_in_order(fitting, opted_in)) is not None:
+            return first
     else:
         wanted = manager.find(Executor, name)
         if wanted in fitting:

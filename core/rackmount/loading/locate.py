@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from contextlib import closing
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, cast
@@ -88,11 +89,8 @@ def read_config(path: Path, manager: PluginManager) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     if file.suffix == ".json" and file.exists():
         return read_configuration(file)
-    checkpoint = open_checkpoint(path, manager)
-    try:
+    with closing(open_checkpoint(path, manager)) as checkpoint:
         return checkpoint.config
-    finally:
-        checkpoint.close()
 
 
 def open_model(path: Path, manager: PluginManager, load_format: str) -> Checkpoint:

@@ -107,16 +107,15 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
         CheckpointError: config.json or a shard is missing, a file is truncated, a tensor is stored
             twice, or the index and the shards disagree.
     """
-    folder = path if path.is_dir() else path.parent
     if not path.is_dir():
-        return SafetensorsCheckpoint(folder, [path])
-    if not (folder / INDEX).exists():
-        single = folder / "model.safetensors"
-        files = [single] if single.exists() else sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise CheckpointError(f"{folder} holds no {single.name} and no other .safetensors file")
-        return SafetensorsCheckpoint(folder, files)
-    return _open_by_index(folder)
+        return SafetensorsCheckpoint(path.parent, [path])
+    if (path / INDEX).exists():
+        return _open_by_index(path)
+    single = path / "model.safetensors"
+    files = [single] if single.exists() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{path} holds no {single.name} and no other .safetensors file")
+    return SafetensorsCheckpoint(path, files)
 
 
 def _open_by_index(folder: Path) -> SafetensorsCheckpoint:

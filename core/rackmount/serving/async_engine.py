@@ -4,7 +4,8 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,8 +100,7 @@ class AsyncEngine:
         manager = manager or PluginManager.discover()
         form = config.load_format
         path = await asyncio.to_thread(locate, model, manager, report, weights=form != "dummy")
-        checkpoint = await asyncio.to_thread(open_model, path, manager, form)
-        try:
+        with closing(await asyncio.to_thread(open_model, path, manager, form)) as checkpoint:
             engine = cls(config, report)
             try:
                 setup = RankSetup(config=config, path=str(path), manifest=manager.manifest())
@@ -115,8 +115,6 @@ class AsyncEngine:
             except BaseException:
                 await engine.close()
                 raise
-        finally:
-            checkpoint.close()
         return engine
 
     def submit(
@@ -173,16 +171,14 @@ class AsyncEngine:
         """Takes no more requests, and waits up to `drain_s` for those that run; then aborts them,
         ends the ranks and the process. May be called twice."""
         self._is_open = False
-        deadline = time.monotonic() + drain_s
-        while self._sequences and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S / 10)
+        await _until(lambda: not self._sequences, drain_s)
         self._drop([sequence for sequence, _ in self._sequences.values()])
         try:
             if self.failure is None:
                 self._settle("the engine is closed")
                 if self._ready.done():  # else it is loading, and hears nothing
                     self._send(messages.Close())
-                    await self._until_ended(END_PATIENCE_S)
+                    await _until(self._core.has_ended, END_PATIENCE_S)
         finally:
             self._life.cancel()
             await asyncio.wait([self._life])
@@ -267,7 +263,7 @@ class AsyncEngine:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self._fail(next(task for task in tasks if task in done).result())
-            await self._until_ended(GRACE_S)
+            await _until(self._core.has_ended, GRACE_S)
         except Exception as error:
             _log.exception("the front end failed")
             self._fail(EngineDead(f"the front end failed: {type(error).__name__}: {error}"))
@@ -355,8 +351,9 @@ class AsyncEngine:
             while waiting:
                 waiting.popleft().set_exception(EngineDead(failure))
 
-    async def _until_ended(self, patience_s: float) -> None:
-        """Waits for the process to end by itself."""
-        deadline = time.monotonic() + patience_s
-        while not self._core.has_ended() and time.monotonic() < deadline:
-            await asyncio.sleep(POLL_S / 10)
+
+async def _until(holds: Callable[[], bool], patience_s: float) -> None:
+    """Waits for a condition, and for so long at most."""
+    deadline = time.monotonic() + patience_s
+    while not holds() and time.monotonic() < deadline:
+        await asyncio.sleep(POLL_S / 10)

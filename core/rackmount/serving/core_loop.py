@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from rackmount.execution.codec import MessageCodec
 from rackmount.execution.messages import RankSetup
 from rackmount.execution.program import Live
 from rackmount.loading.locate import open_model
-from rackmount.rack import Rack, draft_rack
-from rackmount.report import dtype_name, startup_report
+from rackmount.rack import Rack, draft_rack, dtype_name
+from rackmount.report import startup_report
 from rackmount.serving import messages
 from rackmount_registry.errors import RequestError
 from rackmount_registry.executor import RankError
@@ -76,7 +76,8 @@ class CoreLoop:
     def run(self) -> None:
         """Until `Close`. Raises what leaves no rank that could go on."""
         while self._take_mail():
-            self._step()
+            with self._surviving():
+                self._is_idle = not self._core.step()
             self._tell_news()
 
     def _take_mail(self) -> bool:
@@ -106,10 +107,6 @@ class CoreLoop:
                     return False
         return True
 
-    def _step(self) -> None:
-        with self._surviving():
-            self._is_idle = not self._core.step()
-
     @contextmanager
     def _surviving(self) -> Iterator[None]:
         """Where the model raises, its requests end as "error", and others go on: but not on a
@@ -134,13 +131,10 @@ def _build(setup: RankSetup, mail: Mail) -> EngineCore:
     manager = PluginManager.discover()
     manager.prove(setup.manifest)
     path = Path(setup.path)
-    checkpoint = open_model(path, manager, setup.config.load_format)
-    try:
+    with closing(open_model(path, manager, setup.config.load_format)) as checkpoint:
         rack = draft_rack(setup.config, checkpoint.config, manager)
         live = Live(manager=manager, rack=rack, checkpoint=checkpoint, report=mail.report)
         core = EngineCore(path, live)
-    finally:
-        checkpoint.close()
     mail.send(messages.Ready(core.limits, _describe(rack, core, manager)))
     return core
 

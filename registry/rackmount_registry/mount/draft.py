@@ -1,8 +1,7 @@
 """The draft of a model on one rank: constructed, named, surveyed and cut, with no memory taken."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -26,7 +25,7 @@ class Draft:
     dtype: torch.dtype
     kv_cache: KVCache
     sockets: tuple[Socket, ...]
-    attention: tuple[Attention, ...] = field(default=())
+    attention: tuple[Attention, ...] = ()
     """In the order of the model; their `index` is their place here."""
     scheme: QuantizationScheme | None = None
     """None: every weight is dense."""
@@ -114,10 +113,14 @@ def draft(
         ConfigError: a key that the model never read, a value it refuses, or ranks that do not
         divide it.
     """
+
+    def format_of(name: str, shape: tuple[int, int], role: Role) -> StoredFormat:
+        return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
+
     with torch.device("meta"):
         model = build(config)
     config.require_all_read(getattr(model, "harmless", frozenset()))
-    survey = Survey(mesh=mesh or Mesh(), format_of=_formats(scheme))
+    survey = Survey(mesh=mesh or Mesh(), format_of=format_of)
     sockets: list[Socket] = []
     attention: list[Attention] = []
     for path, module in model.named_modules():
@@ -136,10 +139,3 @@ def draft(
         attention=tuple(attention),
         scheme=scheme,
     )
-
-
-def _formats(scheme: QuantizationScheme | None) -> Any:
-    def format_of(name: str, shape: tuple[int, int], role: Role) -> StoredFormat:
-        return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
-
-    return format_of

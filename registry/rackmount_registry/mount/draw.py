@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from rackmount_registry.attention import FP8
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import ConfigError, listed
 from rackmount_registry.formats import Weight
 from rackmount_registry.mount.assemble import Mounted
-from rackmount_registry.mount.fill import listed, require_filled
+from rackmount_registry.mount.fill import require_filled
 from rackmount_registry.mount.kv_scales import give_kv_scales
 from rackmount_registry.nn.socket import Socket
 from rackmount_registry.nn.storage import Piece, Storage, StoredWeight
@@ -39,9 +39,9 @@ def fill_randomly(mounted: Mounted, seed: int) -> None:
     for socket in draft.in_filling_order():
         encoded, plain = _split(socket)
         for weight in encoded:
-            _encode_random(weight, mounted.device, draft.dtype, random, seed)
+            _encode_random(weight, draft.dtype, random, seed)
         for storage in plain:
-            _draw_storage(storage, mounted.device, draft.dtype, random, seed)
+            _draw_storage(storage, draft.dtype, random, seed)
         socket.finish()
     require_filled(draft.model)
 
@@ -56,12 +56,11 @@ def random_weight(
     """
     random = torch.Generator(device)
     if weight.stored.encode is not None:
-        _encode_random(weight, device, dtype, random, seed)
-        return weight.finish()
-    storages = list(weight.storages.values())
-    _require_drawable(storages)
-    for storage in storages:
-        _draw_storage(storage, device, dtype, random, seed)
+        _encode_random(weight, dtype, random, seed)
+    else:
+        _require_drawable(weight.storages.values())
+        for storage in weight.storages.values():
+            _draw_storage(storage, dtype, random, seed)
     return weight.finish()
 
 
@@ -91,18 +90,14 @@ def _require_drawable(storages: Iterable[Storage]) -> None:
 
 
 def _encode_random(
-    weight: StoredWeight,
-    device: torch.device,
-    dtype: torch.dtype,
-    random: torch.Generator,
-    seed: int,
+    weight: StoredWeight, dtype: torch.dtype, random: torch.Generator, seed: int
 ) -> None:
     """Fills the storages of one quantized weight."""
     encode = weight.stored.encode
     assert encode is not None
     for index, part in enumerate(weight.logical):
         _seed(random, seed, f"{part.name}.weight")
-        dense = torch.empty(part.shape, dtype=dtype, device=device)
+        dense = torch.empty(part.shape, dtype=dtype, device=random.device)
         tensors = encode(dense.normal_(0, RANDOM_STD, generator=random))
         for suffix, storage in weight.storages.items():
             storage.is_absent = suffix not in tensors
@@ -110,21 +105,15 @@ def _encode_random(
                 assert storage.optional, f"{weight.stored.name}: encode gives no {suffix}"
                 continue
             if not index:
-                storage.allocate(device, dtype)
+                storage.allocate(random.device, dtype)
             piece = storage.pieces[index]
             whole = tensors[suffix].reshape(piece.shape)
             target = storage.tensor[piece.where]
             target.copy_(whole[piece.index].reshape(target.shape))
 
 
-def _draw_storage(
-    storage: Storage,
-    device: torch.device,
-    dtype: torch.dtype,
-    random: torch.Generator,
-    seed: int,
-) -> None:
-    storage.allocate(device, dtype)
+def _draw_storage(storage: Storage, dtype: torch.dtype, random: torch.Generator, seed: int) -> None:
+    storage.allocate(random.device, dtype)
     for piece in storage.pieces:
         _draw(piece, storage.tensor[piece.where], random, seed)
 

@@ -4,19 +4,19 @@ tensor."""
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
-from rackmount_registry.errors import CheckpointError
+from rackmount_registry.errors import CheckpointError, listed
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.mount.kv_scales import read_kv_scales
 from rackmount_registry.nn.embedding import OutputHead
 from rackmount_registry.nn.storage import Piece, Source, Storage
 
-MAX_LISTED = 8
 COMPARED_AT_ONCE = 2**22
 """Values of a tied head and of the embedding that are held against each other together."""
 
@@ -62,7 +62,8 @@ def require_filled(model: nn.Module) -> None:
     Raises:
         CheckpointError: a tensor of the model that is not in a socket.
     """
-    left = [name for name, tensor in _own_tensors(model) if tensor.device.type == "meta"]
+    tensors = chain(model.named_parameters(), model.named_buffers())
+    left = [name for name, tensor in tensors if tensor.device.type == "meta"]
     if left:
         raise CheckpointError(f"the model holds tensors that nothing fills: {listed(left)}")
 
@@ -71,17 +72,10 @@ def _untie_where_stored(sockets: Iterable[nn.Module], checkpoint: Checkpoint) ->
     """A tied head that the checkpoint stores with other values is a head of its own, whatever the
     config says."""
     for head in sockets:
-        if (
-            not isinstance(head, OutputHead)
-            or not head.tied
-            or head.weight_name not in checkpoint.tensors
-        ):
-            continue
-        embedding = head.tied[0].table.names[0] + ".weight"
-        if embedding not in checkpoint.tensors:
-            continue
-        if not _equal(checkpoint, head.weight_name, embedding):
-            head.untie()
+        if isinstance(head, OutputHead) and head.tied:
+            names = head.weight_name, head.tied[0].table.names[0] + ".weight"
+            if checkpoint.tensors.keys() >= set(names) and not _equal(checkpoint, *names):
+                head.untie()
 
 
 def _equal(checkpoint: Checkpoint, one: str, other: str) -> bool:
@@ -151,23 +145,19 @@ def _find(piece: Piece, checkpoint: Checkpoint) -> Source | None:
 def _check(source: Source, info: TensorInfo, dtype: str | None) -> None:
     """One tensor against its place: equal shape up to dimensions of size one, no change between
     integers and floats, and no floats that need a scale."""
-    name = source.name
+    where = f"{source.name} in {info.file}"
+    is_rigid = _is_integral(info.dtype) or _is_integral(dtype) or (dtype or "").startswith("float8")
     if _squeezed(info.shape) != _squeezed(source.shape):
         raise CheckpointError(
-            f"{name} in {info.file} has shape {list(info.shape)}, "
-            f"the model needs {list(source.shape)}"
+            f"{where} has shape {list(info.shape)}, the model needs {list(source.shape)}"
         )
-    if info.dtype != dtype and (_is_integral(info.dtype) or _is_integral(dtype)):
-        raise CheckpointError(
-            f"{name} in {info.file} is {info.dtype}, "
-            f"the model needs {dtype or 'a floating point type'}"
-        )
-    if dtype is not None and dtype.startswith("float8") and info.dtype != dtype:
-        raise CheckpointError(f"{name} in {info.file} is {info.dtype}, the model needs {dtype}")
+    if info.dtype != dtype and is_rigid:
+        needed = dtype or "a floating point type"
+        raise CheckpointError(f"{where} is {info.dtype}, the model needs {needed}")
     if dtype is None and info.dtype.startswith("float8"):
         raise CheckpointError(
-            f"{name} in {info.file} is {info.dtype}: values without their scale, which no scheme "
-            "of its configuration explains"
+            f"{where} is {info.dtype}: values without their scale, which no scheme of its "
+            "configuration explains"
         )
 
 
@@ -194,14 +184,3 @@ def _read(checkpoint: Checkpoint, source: Source, target: Tensor) -> int:
     data = checkpoint.read(source.name, index)
     target.copy_(data.reshape(target.shape))
     return data.nbytes
-
-
-def _own_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def listed(names: list[str]) -> str:
-    """The first of them, and how many more there are."""
-    more = f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else ""
-    return ", ".join(names[:MAX_LISTED]) + more

@@ -102,10 +102,9 @@ def _adds_rows(traced: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _first_norm(traced: fx.GraphModule, node: fx.Node) -> fx.Node | None:
-    for user in node.users:
-        if type(module_of(traced, user)) is Norm:  # a subclass may compute something else
-            return user
-    return None
+    # A subclass may compute something else.
+    norms = (user for user in node.users if type(module_of(traced, user)) is Norm)
+    return next(norms, None)
 
 
 def _fuse_add_norm(traced: fx.GraphModule, add: fx.Node, norm_node: fx.Node, name: str) -> None:
@@ -144,8 +143,7 @@ def _reduces_here(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> bool:
     producer = module_of(traced, node)
     if not isinstance(producer, Socket) or not producer.pending:
         return False
-    calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
-    return len(calls) == 1 and _read_once(node, add)
+    return _is_only_call(node) and _read_once(node, add)
 
 
 def _gemm_that_adds(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> Gemm | None:
@@ -154,6 +152,11 @@ def _gemm_that_adds(traced: fx.GraphModule, node: fx.Node, add: fx.Node) -> Gemm
     if type(producer) is not Linear or producer.pending or not _read_once(node, add):
         return None
     return producer.gemm if "add" in producer.gemm.epilogues else None
+
+
+def _is_only_call(node: fx.Node) -> bool:
+    calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
+    return calls == [node]
 
 
 def _read_once(node: fx.Node, reader: fx.Node) -> bool:
@@ -190,8 +193,7 @@ def _fuse_silu_mul(traced: fx.GraphModule, merged: fx.Node, act: fx.Node, name: 
     with traced.graph.inserting_after(act):
         fused = traced.graph.call_module(name, merged.args)
     act.replace_all_uses_with(fused)
-    gone = [act, *act.all_input_nodes, merged]
-    for node in gone:
+    for node in (act, *act.all_input_nodes, merged):
         traced.graph.erase_node(node)
 
 
@@ -208,9 +210,8 @@ def _round_for_reader(traced: fx.GraphModule, node: fx.Node) -> None:
             prologue = "norm"
         case _:
             return
-    calls = [n for n in node.graph.nodes if n.op == node.op and n.target == node.target]
     reader = _sole_reader(traced, result)
-    if len(calls) != 1 or reader is None or prologue not in reader.prologues:
+    if not _is_only_call(node) or reader is None or prologue not in reader.prologues:
         return
     module.reader = reader
     if isinstance(module, GemmSiluMul):
@@ -223,9 +224,7 @@ def _sole_reader(traced: fx.GraphModule, node: fx.Node) -> Gemm | None:
         return None
     (user,) = node.users
     match module_of(traced, user):
-        case MergedLinear(gemms=[gemm]):
-            return gemm
-        case Linear(gemm=gemm) | GemmSiluMul(gemm=gemm):
+        case MergedLinear(gemms=[gemm]) | Linear(gemm=gemm) | GemmSiluMul(gemm=gemm):
             return gemm
         case GemmAddNorm(gemm=gemm) if user.args[0] is node and user.args[1] is not node:
             return gemm

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rackmount_registry.attention import FP8, KVScales
 from rackmount_registry.checkpoint import Checkpoint
-from rackmount_registry.errors import CheckpointError
+from rackmount_registry.errors import CheckpointError, listed
 from rackmount_registry.mount.draft import Draft
 from rackmount_registry.nn.attention import Attention
 from rackmount_registry.scales import check_scales
@@ -33,7 +33,6 @@ OF_BOTH = "kv_scale"
 """AutoFP8's one scale for keys and values."""
 OF_QUERIES = ("q.scale", "prob_output_scale")
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-MAX_LISTED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,19 +161,15 @@ def _require_all(layers: tuple[Attention, ...], names: list[Names]) -> None:
     missing = [layer.path.rpartition(".")[0] for layer, found in pairs if not found.scales]
     if not missing:
         return
-    more = f" and {len(missing) - MAX_LISTED} more" if len(missing) > MAX_LISTED else ""
     ways = ["choose kv_cache_dtype='model'", "calibrate the model"]
     if len(missing) == len(layers):
         ways.insert(0, "give kv_scale=1.0, by which all above 448 is cut off")
     raise CheckpointError(
         f"{len(missing)} of {len(layers)} attention layers have no scales for their FP8 KV cache "
-        f"({', '.join(missing[:MAX_LISTED])}{more}); {', or '.join(ways)}"
+        f"({listed(missing)}); {', or '.join(ways)}"
     )
 
 
 def _listed(names: list[str], checkpoint: Checkpoint) -> str:
     """The first of them with its file; empty where there is none."""
-    if not names:
-        return ""
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    return f"{names[0]} in {checkpoint.tensors[names[0]].file}{more}"
+    return listed([f"{name} in {checkpoint.tensors[name].file}" for name in names], 1)

@@ -1,7 +1,6 @@
 """Self-attention over grouped query heads."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,14 +22,6 @@ from rackmount_registry.ops import prepare
 
 EXAMPLE_SLOTS = 16
 """In a real cache, too, keys are apart from values by a multiple of it."""
-
-
-@dataclass(frozen=True)
-class HeadNorms:
-    """Norms of single query and key heads (Qwen3), stored beside the socket."""
-
-    q_norm: Storage
-    k_norm: Storage
 
 
 class Attention(Socket):
@@ -67,7 +58,7 @@ class Attention(Socket):
         super().__init__()
         assert (q_norm is None) == (k_norm is None)
         self.heads, self.kv_heads, self.rope = heads, kv_heads, rope
-        self.norm_names = (q_norm, k_norm)
+        self.norm_names = [name for name in (q_norm, k_norm) if name is not None]
         self.norm_eps = norm_eps
         self.scale = heads.width**-0.5 if scale is None else scale
         self.sliding_window = sliding_window
@@ -96,11 +87,9 @@ class Attention(Socket):
         )
         cut = mesh.cut(self.kv_heads)
         self.local_kv_heads = Cut(cut.start // size, cut.stop // size)
-        q_norm, k_norm = self.norm_names
-        self.norms: HeadNorms | None = None
-        if q_norm is not None and k_norm is not None:
-            names = (f"{self.sibling(name)}.weight" for name in (q_norm, k_norm))
-            self.norms = HeadNorms(*(vector(name, size, mesh) for name in names))
+        names = [f"{self.sibling(name)}.weight" for name in self.norm_names]
+        self.norms = [vector(name, size, mesh) for name in names]
+        """Of single query and key heads (Qwen3), stored beside the socket: two, or none."""
 
     def cache_spec(self, dtype: torch.dtype) -> CacheSpec:
         """What this layer keeps per token."""
@@ -114,9 +103,7 @@ class Attention(Socket):
         self.table = binding.rope_table(self.rope) if self.rope else None
 
     def storages(self) -> Iterator[Storage]:
-        if self.norms is not None:
-            yield self.norms.q_norm
-            yield self.norms.k_norm
+        return iter(self.norms)
 
     def answers_for(self) -> Iterator[str]:
         return iter(self.answered)
@@ -137,9 +124,7 @@ class Attention(Socket):
         self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor
     ) -> tuple[Any, ...]:
         """Of `ops.rotary_write`."""
-        q_norm, k_norm = (
-            (self.norms.q_norm.tensor, self.norms.k_norm.tensor) if self.norms else (None, None)
-        )
+        q_norm, k_norm = (norm.tensor for norm in self.norms) if self.norms else (None, None)
         scales = self.kv_scales
         return (
             q,

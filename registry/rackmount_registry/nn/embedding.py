@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rackmount_registry.axes import Axis, size_of
 from rackmount_registry.formats import DENSE
-from rackmount_registry.nn.linear import Gemm
+from rackmount_registry.nn.linear import Gemm, GemmSocket
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting
 from rackmount_registry.nn.storage import LinearPart, Storage, StoredWeight
 from rackmount_registry.ops import prepare
@@ -34,7 +34,7 @@ class Embedding(Socket):
         self.ops = binding.ops
 
     def storages(self) -> Iterator[Storage]:
-        yield from self.table.storages.values()
+        return iter(self.table.storages.values())
 
     def finish(self) -> None:
         weight = self._weight
@@ -49,7 +49,7 @@ class Embedding(Socket):
         return self.reduced(self.ops.embedding(ids, self._weight, self.first))
 
 
-class OutputHead(Socket):
+class OutputHead(GemmSocket):
     """Hidden rows [R, size] -> logits [R, vocabulary], whole on every rank.
 
     Args:
@@ -64,20 +64,19 @@ class OutputHead(Socket):
         super().__init__()
         self.size = size
         self.vocab = vocab
-        self.tied = (
-            (tied,) if tied is not None else ()
-        )  # in a tuple, so that it is no submodule here
+        # In a tuple, so that it is no submodule here.
+        self.tied = (tied,) if tied is not None else ()
         self.bias = bias
 
     def survey(self, survey: Survey) -> None:
         part = LinearPart(self.path, self.vocab, self.size, role="head")
         stored = DENSE if self.tied else survey.format_of(part.name, part.shape, part.role)
         self.gemm = Gemm([0], [part], stored, survey, self.bias)
+        self.gemms = [self.gemm]
         self.group = survey.mesh.group(self.vocab)
         # An uneven vocabulary leaves the last ranks fewer rows; all gather as many.
-        self.padding = -(-self.vocab.count // self.group.size) * self.vocab.width - sum(
-            self.gemm.sizes
-        )
+        most = -(-self.vocab.count // self.group.size) * self.vocab.width
+        self.padding = most - sum(self.gemm.sizes)
 
     @property
     def weight_name(self) -> str:
@@ -87,12 +86,6 @@ class OutputHead(Socket):
     def untie(self) -> None:
         """Stores its own weight from now on."""
         self.tied = ()
-
-    def bind(self, binding: Binding) -> None:
-        self.gemm.bind(binding)
-
-    def weights(self) -> Iterator[StoredWeight]:
-        yield self.gemm.weight
 
     def storages(self) -> Iterator[Storage]:
         if not self.tied:
@@ -107,7 +100,7 @@ class OutputHead(Socket):
     def finish(self) -> None:
         for embedding in self.tied:
             self.gemm.weight.storages = embedding.table.storages
-        self.gemm.finish()
+        super().finish()
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.gemm(x)

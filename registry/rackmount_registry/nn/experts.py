@@ -21,6 +21,7 @@ from rackmount_registry.formats import DENSE, StoredFormat
 from rackmount_registry.nn.mlp import GatedMLP
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting, told
 from rackmount_registry.nn.storage import LinearPart, Piece, Source, Storage, StoredWeight
+from rackmount_registry.ops import prepare
 from rackmount_registry.step import wanted_rows
 
 
@@ -194,8 +195,8 @@ class Experts(Socket):
 
     def finish(self) -> None:
         self.router = self.gate.finish().dequantize().to(self.dtype)
-        if prepare := getattr(self.ops.gate, "prepare", None):
-            prepare(self.router, self.routing, self._bias(), self.step.slots, self.state)
+        slots = self.step.slots
+        prepare(self.ops.gate, self.router, self.routing, self._bias(), slots, self.state)
         bundle = ExpertBundle(gate_up=self.gate_up.finish(), down=self.down.finish())
         use = ExpertUse(top_k=self.routing.top_k, dtype=self.dtype)
         self.prepared = self.kernel.prepare(bundle, **told(self.kernel.prepare, use=use))

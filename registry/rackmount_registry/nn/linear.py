@@ -6,11 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rackmount_registry.axes import Axis, Mesh
+from rackmount_registry.axes import Axis
 from rackmount_registry.errors import ConfigError
-from rackmount_registry.formats import LinearKernel, Rounded, StoredFormat
+from rackmount_registry.formats import Dim, LinearKernel, Rounded, Slot, StoredFormat
 from rackmount_registry.nn.socket import Binding, Socket, Survey, splitting, told
-from rackmount_registry.nn.storage import LinearPart, Piece, Storage, StoredWeight, fusable, vector
+from rackmount_registry.nn.storage import LinearPart, Storage, StoredWeight, fusable, lay_out
+
+BIAS = Slot("bias", (Dim("out"),))
+"""Of a projection that has one, as the checkpoint holds it."""
 
 
 class Gemm:
@@ -36,7 +39,7 @@ class Gemm:
         own = ("bias",) if bias else ()
         self.weight = StoredWeight([parts], stored, survey.mesh, stacked=False, own=own)
         self.sizes = list(self.weight.parts)
-        self.bias = _lay_out_bias(parts, survey.mesh) if bias else None
+        self.bias = lay_out([parts], BIAS, survey.mesh, stacked=False) if bias else None
         # Each rank would add the bias of a row-parallel product: the first one alone does.
         self.adds_bias = all(
             group.rank == 0 for group in splitting(survey.mesh, parts[0].in_extent)
@@ -86,17 +89,30 @@ class Gemm:
         return self.bias.tensor if self.bias is not None and self.adds_bias else None
 
 
-def _lay_out_bias(parts: list[LinearPart], mesh: Mesh) -> Storage:
-    pieces, offset = [], 0
-    for part in parts:
-        (piece,) = vector(f"{part.name}.bias", part.out_extent, mesh).pieces
-        size = piece.where[0].stop
-        pieces.append(Piece(piece.name, piece.shape, piece.index, (slice(offset, offset + size),)))
-        offset += size
-    return Storage((offset,), None, pieces)
+class GemmSocket(Socket):
+    """Base of the sockets that are one matrix product or several: what is done to them is done to
+    each of these."""
+
+    gemms: list[Gemm]
+    """Set by `survey`."""
+
+    def bind(self, binding: Binding) -> None:
+        for gemm in self.gemms:
+            gemm.bind(binding)
+
+    def weights(self) -> Iterator[StoredWeight]:
+        return (gemm.weight for gemm in self.gemms)
+
+    def storages(self) -> Iterator[Storage]:
+        yield from super().storages()
+        yield from (gemm.bias for gemm in self.gemms if gemm.bias is not None)
+
+    def finish(self) -> None:
+        for gemm in self.gemms:
+            gemm.finish()
 
 
-class MergedLinear(Socket):
+class MergedLinear(GemmSocket):
     """Projections of one input that may be fused: parts of equal stored format are one product,
     others stay apart.
 
@@ -118,7 +134,6 @@ class MergedLinear(Socket):
         self.in_extent = in_extent
         self.parts = dict(parts)
         self.bias = bias
-        self.gemms: list[Gemm] = []
 
     def survey(self, survey: Survey) -> None:
         groups: dict[object, tuple[StoredFormat, list[int], list[LinearPart]]] = {}
@@ -138,21 +153,6 @@ class MergedLinear(Socket):
                 f"{', '.join(self.parts)}"
             )
 
-    def bind(self, binding: Binding) -> None:
-        for gemm in self.gemms:
-            gemm.bind(binding)
-
-    def weights(self) -> Iterator[StoredWeight]:
-        return (gemm.weight for gemm in self.gemms)
-
-    def storages(self) -> Iterator[Storage]:
-        yield from super().storages()
-        yield from (gemm.bias for gemm in self.gemms if gemm.bias is not None)
-
-    def finish(self) -> None:
-        for gemm in self.gemms:
-            gemm.finish()
-
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         if len(self.gemms) == 1:
             return torch.split(self.gemms[0](x), self.gemms[0].sizes, -1)
@@ -163,7 +163,7 @@ class MergedLinear(Socket):
         return tuple(outs)
 
 
-class Linear(Socket):
+class Linear(GemmSocket):
     """One projection x [T, in] -> [T, out]; a split input makes it row-parallel, its output a sum
     over the ranks."""
 
@@ -181,21 +181,8 @@ class Linear(Socket):
         part = LinearPart(self.path, self.out_extent, self.in_extent)
         stored = survey.format_of(part.name, part.shape, part.role)
         self.gemm = Gemm([0], [part], stored, survey, self.bias)
+        self.gemms = [self.gemm]
         self.pending = splitting(survey.mesh, self.in_extent)
-
-    def bind(self, binding: Binding) -> None:
-        self.gemm.bind(binding)
-
-    def weights(self) -> Iterator[StoredWeight]:
-        yield self.gemm.weight
-
-    def storages(self) -> Iterator[Storage]:
-        yield from super().storages()
-        if self.gemm.bias is not None:
-            yield self.gemm.bias
-
-    def finish(self) -> None:
-        self.gemm.finish()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.reduced(self.gemm(x))

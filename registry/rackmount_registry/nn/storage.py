@@ -7,8 +7,8 @@ from math import prod
 import torch
 
 from rackmount_registry.axes import Axis, Cut, Mesh, size_of
-from rackmount_registry.errors import CheckpointError, ConfigError
-from rackmount_registry.formats import DENSE, Dim, Role, StoredFormat, Weight
+from rackmount_registry.errors import CheckpointError, ConfigError, listed
+from rackmount_registry.formats import DENSE, Dim, Role, Slot, StoredFormat, Weight
 
 Index = tuple[slice, ...]
 MAX_NAMED = 4
@@ -140,8 +140,7 @@ class StoredWeight:
         """Of what kernels are given; 0 before `finish`."""
         self.storages: dict[str, Storage] = {}
         for slot in (slot for slot in stored.slots if slot.suffix not in own):
-            shape, pieces = _lay_out(bundle, slot.suffix, slot.dims, mesh, stacked)
-            self.storages[slot.suffix] = Storage(shape, slot.dtype, pieces, optional=slot.optional)
+            self.storages[slot.suffix] = lay_out(bundle, slot, mesh, stacked=stacked)
 
     def num_bytes(self, model_dtype: torch.dtype) -> int:
         """Bytes of what kernels are given; before `finish`, by what the format says."""
@@ -164,9 +163,7 @@ class StoredWeight:
             weight = self.stored.finish(tensors, self.parts, self.in_features)
         except CheckpointError as error:
             files = sorted({file for storage in there.values() for file in storage.files})
-            names = ", ".join(self.names[:MAX_NAMED]) + (
-                f" and {len(self.names) - MAX_NAMED} more" if len(self.names) > MAX_NAMED else ""
-            )
+            names = listed(self.names, MAX_NAMED)
             raise CheckpointError(f"{names} ({', '.join(files)}): {error}") from error
         self.finished_bytes = sum(tensor.nbytes for tensor in weight.tensors.values())
         if self.stored is not DENSE:
@@ -181,39 +178,33 @@ def fusable(stored: StoredFormat) -> bool:
     return all(any(dim.axis in ("out", "part") for dim in slot.dims) for slot in stored.slots)
 
 
-def _lay_out(
-    bundle: Sequence[Sequence[LinearPart]],
-    suffix: str,
-    dims: tuple[Dim, ...],
-    mesh: Mesh,
-    stacked: bool,
-) -> tuple[tuple[int, ...], list[Piece]]:
-    """Shape of a slot's storage, and the piece of each part."""
+def lay_out(
+    bundle: Sequence[Sequence[LinearPart]], slot: Slot, mesh: Mesh, *, stacked: bool
+) -> Storage:
+    """A slot's storage, with a piece for each part of `bundle`; see `StoredWeight`."""
     pieces: list[Piece] = []
-    shape: tuple[int, ...] = ()
     for expert, parts in enumerate(bundle):
-        offsets = [0] * len(dims)
+        offsets = [0] * len(slot.dims)
         for part in parts:
-            cuts = [_cut(part, dim, mesh) for dim in dims]
+            cuts = [_cut(part, dim, mesh) for dim in slot.dims]
             where = tuple(
                 slice(offset, offset + cut.size)
                 for offset, (_, cut) in zip(offsets, cuts, strict=True)
             )
             pieces.append(
                 Piece(
-                    f"{part.name}.{suffix}",
+                    f"{part.name}.{slot.suffix}",
                     tuple(whole for whole, _ in cuts),
                     tuple(slice(cut.start, cut.stop) for _, cut in cuts),
                     (slice(expert, expert + 1), *where) if stacked else where,
                 )
             )
-            for axis, dim in enumerate(dims):
+            for axis, dim in enumerate(slot.dims):
                 if dim.axis in ("out", "part"):
                     offsets[axis] += cuts[axis][1].size
-        shape = tuple(
-            max(piece.where[axis - len(dims)].stop for piece in pieces) for axis in range(len(dims))
-        )
-    return ((len(bundle), *shape) if stacked else shape), pieces
+    by_axis = zip(*(piece.where for piece in pieces), strict=True)
+    shape = tuple(max(share.stop for share in shares) for shares in by_axis)
+    return Storage(shape, slot.dtype, pieces, optional=slot.optional)
 
 
 def _cut(part: LinearPart, dim: Dim, mesh: Mesh) -> tuple[int, Cut]:
