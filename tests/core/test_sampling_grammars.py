@@ -1,5 +1,7 @@
 """The mask of a grammar on logits, and how it follows a row, over a grammar made up here."""
 
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from threading import Event
@@ -112,6 +114,24 @@ def test_a_grammar_that_does_not_compile_in_time_fails_its_row_alone() -> None:
     assert allowed(grammar, []) == set()
     late.set_result(Follows())
     assert allowed(grammar, []) == set()
+
+
+def test_a_process_that_ends_as_its_backend_is_made_waits_for_that() -> None:
+    """An extension module whose import is cut off calls `std::terminate`: SIGABRT, now and then."""
+    text = """
+import time
+from rackmount.config import EngineConfig
+from rackmount.sampling.grammars import Grammars
+from rackmount_registry.plugins import PluginManager
+
+def tokenizer():
+    time.sleep(0.5)
+    print("made")
+
+Grammars(EngineConfig.create(model="-"), PluginManager.discover(), tokenizer, 97).prepare()
+"""
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "made\n", "")
 
 
 class Slow:

@@ -19,7 +19,9 @@ from tests.helpers.executors import await_end, belongings
 from tests.helpers.null_executor import BREAKS_DEVICE, INTERRUPTS, null_plugin
 
 from rackmount import AsyncEngine, EngineDead
+from rackmount.engine.core import Event
 from rackmount.serving import process
+from rackmount.serving.answer import Answer
 
 ROOT = Path(__file__).parents[2]
 IN_TIME_S = 10
@@ -128,6 +130,27 @@ def test_a_core_that_cannot_go_on_says_why(
         asked.append(engine.submit([token_id], greedy()))
 
     asyncio.run(check_fault(folder, ask, "as the prompt asks", executor="null"))
+
+
+def test_a_front_end_that_lags_hears_why_its_core_is_gone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reason comes after all that is on its way."""
+    monkeypatch.syspath_prepend(null_plugin(tmp_path))
+
+    def lag(engine: AsyncEngine) -> None:
+        deliver = engine._deliver
+
+        def lagging(events: list[Event]) -> None:
+            time.sleep(0.005)
+            deliver(events)
+
+        monkeypatch.setattr(engine, "_deliver", lagging)
+        time.sleep(0.5)  # until the core has filled what lies between
+        asked.append(engine.submit([BREAKS_DEVICE], greedy()))
+
+    asked: list[Answer] = []
+    asyncio.run(check_fault(folder, lag, "as the prompt asks", executor="null"))
 
 
 @pytest.mark.parametrize(

@@ -67,9 +67,10 @@ class Grammars:
         """One compiles at a time: the steps need the other cores."""
 
     def prepare(self) -> None:
-        """Makes the backend in a thread, if requests can have grammars, before the first does."""
+        """Makes the backend in a thread, if requests can have grammars, before the first does. The
+        process ends after it: foreign code that is cut off as it is loaded aborts."""
         if self._offer is not None:
-            _in_thread(lambda: self._backend)
+            _in_thread(lambda: self._backend, outlasts=False)
 
     def check(self, spec: GrammarSpec) -> None:
         """RequestError, with the reason, for a grammar that no answer can be held to."""
@@ -182,8 +183,11 @@ class RowGrammar:
         return None if self._is_lost else self._matcher
 
 
-def _in_thread(work: Callable[[], T], future: "Future[T] | None" = None) -> "Future[T]":
-    """What `work` gives, from a thread that holds up neither the others nor the process's end."""
+def _in_thread(
+    work: Callable[[], T], future: "Future[T] | None" = None, *, outlasts: bool = True
+) -> "Future[T]":
+    """What `work` gives, from a thread that holds up no other; nor the process's end, if it
+    `outlasts` that."""
     given: Future[T] = Future() if future is None else future
 
     def run() -> None:
@@ -192,5 +196,5 @@ def _in_thread(work: Callable[[], T], future: "Future[T] | None" = None) -> "Fut
         except BaseException as error:
             given.set_exception(error)
 
-    Thread(target=run, name="grammar", daemon=True).start()
+    Thread(target=run, name="grammar", daemon=outlasts).start()
     return given

@@ -40,7 +40,7 @@ MOST_SILENT_POLLS = 32
 """Looks without a sign of life, after which the engine core is taken for stopped: 8 s."""
 
 GRACE_S = 0.5
-"""For the last words of a process that has ended."""
+"""For a process that has said why, or closed its line, to end."""
 
 END_PATIENCE_S = 8.0
 """For the engine core to end by itself when it is let go."""
@@ -293,6 +293,7 @@ class AsyncEngine:
                 case messages.ExpertLoads(layers) if self._loads:
                     self._loads.popleft().set_result(layers)
                 case messages.Trouble(name, text, traceback, rank):
+                    self._send(messages.Close())  # it waits to be heard
                     return rebuilt(name, text, traceback, rank)
             await asyncio.sleep(0)  # messages that are there already would leave others no turn
 
@@ -305,7 +306,6 @@ class AsyncEngine:
                 has_beaten = self._core.has_beaten()
                 silent_polls = 0 if has_beaten or not self._ready.done() else silent_polls + 1
         except EOFError:
-            await asyncio.sleep(GRACE_S)
             return EngineDead(f"the engine core {self._core.fate(GRACE_S)}")
         silence = MOST_SILENT_POLLS * POLL_S
         return EngineDead(f"the engine core has given no sign of life for {silence:.0f} s")

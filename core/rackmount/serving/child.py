@@ -29,14 +29,13 @@ def main(address: str, line_fd: int, parent_pid: int) -> None:
     line.set_inheritable(False)
     threading.Thread(target=_watch, args=(line, parent_pid, folder), daemon=True).start()
     with zmq.Context() as context, context.socket(zmq.PAIR) as peer:
-        peer.sndhwm = MOST_QUEUED
+        peer.sndhwm, peer.linger = MOST_QUEUED, 0
         peer.connect(address)
         peer.send(b"")
         # After the first sign of life: it takes seconds.
         from rackmount.serving.core_loop import serve
 
         is_well = serve(peer)
-        peer.linger = 2000  # the last words, unless nobody hears them
     if not is_well:
         os._exit(1)  # whatever it was may also hold up an end in order
 

@@ -27,6 +27,9 @@ from rackmount_registry.plugins import PluginManager
 STATS_S = 0.25
 """Between two statistics, at least."""
 
+LAST_WORDS_MS = 10_000
+"""For the front end to hear why the engine core ends."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -37,13 +40,14 @@ def serve(peer: zmq.Socket[bytes]) -> bool:
     try:
         core = _build(mail.take(), mail)
         CoreLoop(core, mail).run()
+        return True
     except BaseException as error:
         mail.send(messages.Trouble.of(error))  # first: closing may take as long as it takes
-        return False
     finally:
         if core is not None:
             core.close()
-    return True
+    mail.await_close()
+    return False
 
 
 class Mail:
@@ -59,6 +63,12 @@ class Mail:
 
     def take(self) -> Any:
         return self._codec.decode(self._peer.recv())
+
+    def await_close(self) -> None:
+        """Until all that was sent is heard: ZeroMQ loses what waits for a peer that is behind, once
+        its sender is gone."""
+        while self.poll(LAST_WORDS_MS) and not isinstance(self.take(), messages.Close):
+            pass
 
     def report(self, stage: str, done: int, total: int | None) -> None:
         """A `rackmount_registry.checkpoint.Report`."""
