@@ -22,6 +22,7 @@ from torch import Tensor
 from rackmount_backends.torch_ops import TORCH_OPS
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
 from rackmount_moe.triton_router.router import TRITON_ROUTER
+from rackmount_registry.attention import FP8
 from rackmount_registry.experts import RouterState, Routing
 from rackmount_tools.machine import describe_machine
 
@@ -112,6 +113,11 @@ def makers(shape: Shape, num_tokens: int) -> dict[str, tuple[int, Maker]]:
         slots = torch.randperm(t, device=DEVICE).int()
         return q, k, v, integers(CONTEXT, t), table, *norms, 1e-6, False, cache, slots
 
+    def mapped_write() -> Arguments:
+        scales = [torch.ones(shape.kv_heads, device=DEVICE) for _ in range(2)]
+        *given, cache, slots = rotary_write()
+        return *given, cache.to(FP8), slots, *scales, randn(d, d), randn(d, d)
+
     def build_batch() -> Arguments:
         rows = torch.randperm(MAX_REQUESTS, device=DEVICE)[:num_requests].int()
         lengths = torch.full((num_requests,), CONTEXT, dtype=torch.int32, device=DEVICE)
@@ -133,6 +139,7 @@ def makers(shape: Shape, num_tokens: int) -> dict[str, tuple[int, Maker]]:
         "add_rms_norm": (4 * t * n * two, lambda: (randn(t, n), randn(t, n), weight, 1e-5)),
         "silu_mul": (3 * t * shape.ffn * two, lambda: randn(t, 2 * shape.ffn).chunk(2, -1)),
         "rotary_write": (2 * t * sum(widths) * two, rotary_write),
+        "rotary_write, mapped": (2 * t * sum(widths) * two, mapped_write),
         "embedding": (2 * t * n * two, lambda: (integers(shape.vocab, t), vocabulary, 0)),
         "build_batch": (2 * 4 * (num_requests * blocks + t), build_batch),
     }
@@ -171,6 +178,7 @@ def measure(name: str, make: Maker, num_bytes: int) -> dict[str, float]:
     """Microseconds of both op sets, and the rate that the triton one reaches."""
     copies = max(2, min(MAX_COPIES, BUFFER_BYTES // num_bytes))
     buffers = [make() for _ in range(copies)]
+    name = name.partition(",")[0]
     op_set = TRITON_ROUTER if name == "gate" else TRITON_OPS
     ours = microseconds(getattr(op_set, name), buffers, captured=True)
     plain = microseconds(getattr(TORCH_OPS, name), buffers, captured=name not in NOT_CAPTURED)
@@ -202,10 +210,10 @@ def main() -> None:
         shapes = {name: asdict(SHAPES[name]) for name in args.shapes}
         record = {"machine": machine, "shapes": shapes, "results": results}
         args.out.write_text(json.dumps(record, indent=1) + "\n")
-    print(f"{'shape':<12}{'tokens':>7} {'op':<14}{'triton us':>10}{'TB/s':>7}{'torch us':>10}")
+    print(f"{'shape':<12}{'tokens':>7} {'op':<21}{'triton us':>10}{'TB/s':>7}{'torch us':>10}")
     for row in results:
         print(
-            f"{row['shape']:<12}{row['tokens']:>7} {row['op']:<14}{row['triton_us']:>10.2f}"
+            f"{row['shape']:<12}{row['tokens']:>7} {row['op']:<21}{row['triton_us']:>10.2f}"
             f"{row['tb_per_s']:>7.2f}{row['torch_us']:>10.2f}"
         )
 

@@ -63,6 +63,7 @@ def rows_of(group_size: int) -> list[Row]:
         Row(name="fp8 KV, scale 1.0", engine={"kv_cache_dtype": "fp8", "kv_scale": 1.0}),
         Row(name="fp8 KV, a scale a layer", calibration={"kv_scales": "tensor"}),
         Row(name="fp8 KV, a scale a head", calibration={"kv_scales": "head"}),
+        Row(name="fp8 KV a head, keys mapped", calibration={"kv_scales": "head", "key_maps": True}),
         Row(name="fp8, fp8 KV a head", calibration={"weights": "fp8", "kv_scales": "head"}),
     ]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rackmount_registry import ops
-from rackmount_registry.attention import narrow
+from rackmount_registry.attention import mapped, narrow
 
 WIDE = (torch.float32, torch.float64)
 
@@ -48,6 +48,8 @@ def rotary_write(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_map: Tensor | None = None,
+    k_map: Tensor | None = None,
 ) -> Tensor:
     """See `ops.rotary_write`. All heads are turned at once."""
     if q_norm is not None and k_norm is not None:
@@ -55,6 +57,8 @@ def rotary_write(
     if table is not None:
         heads = _turn(torch.cat((q, k), 1), table.index_select(0, positions), interleaved)
         q, k = heads.split((q.shape[1], k.shape[1]), 1)
+    if q_map is not None and k_map is not None:
+        q, k = mapped(q, q_map), mapped(k, k_map)
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], v[kept]

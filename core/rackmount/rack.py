@@ -299,18 +299,20 @@ def _kv_cache(
 ) -> KVCache:
     """What was asked for, or else what the checkpoint's scheme says."""
     stored = scheme.kv_cache if scheme else None
+    maps = stored.key_map_names if stored else None
     wanted = config.kv_cache_dtype
     if wanted == "fp8" or (wanted == "auto" and stored is not None):
         scale = config.kv_scale
         if scale is None and config.load_format == "dummy":
             scale = 1.0
-        return KVCache(dtype=FP8, per=stored.per if stored else "tensor", scale=scale)
+        per = stored.per if stored else "tensor"
+        return KVCache(dtype=FP8, per=per, scale=scale, key_map_names=maps)
     if config.kv_scale is not None:
         raise ConfigError(
             f"kv_scale={config.kv_scale} is for an FP8 KV cache, and kv_cache_dtype={wanted!r} "
             f"makes it {dtype_name(dtype)}; choose kv_cache_dtype='fp8', or leave kv_scale out"
         )
-    return KVCache(dtype=dtype, ignores_scales=wanted == "model")
+    return KVCache(dtype=dtype, ignores_scales=wanted == "model", key_map_names=maps)
 
 
 def _attention_demand(drafted: Draft, demand: Demand) -> Demand:

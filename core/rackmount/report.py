@@ -47,7 +47,8 @@ def kv_scales(rack: Rack) -> list[str]:
         return []
     of = "one for each KV head" if cache.per == "head" else "one for each layer"
     source = f"the checkpoint's, {of}" if cache.scale is None else f"{cache.scale} for all"
-    return [f"KV cache in {dtype_name(FP8)}, scales: {source}"]
+    mapped = "" if cache.key_map_names is None else "; keys and queries mapped"
+    return [f"KV cache in {dtype_name(FP8)}, scales: {source}{mapped}"]
 
 
 def saturation(core: EngineCore) -> list[str]:

@@ -5,9 +5,10 @@ keys and kinds of act-order that published checkpoints have, so this one reads t
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rackmount_quant.compressed_arguments import STORED_AS, read_inputs, read_weights
+from rackmount_quant.key_maps import read_key_map_names
 from rackmount_quant.names import Names, listed, read_names
 from rackmount_quant.settings import choice, kv_cache_scheme, nested
 from rackmount_registry.config import ConfigReader
@@ -46,13 +47,16 @@ class CompressedTensorsScheme:
     def __init__(self, config: ConfigReader) -> None:
         """
         Raises:
-            ConfigError: a format, strategy or number of bits that is not read, transforms,
-                sparsity, values of the wrong kind, or unknown keys.
+            ConfigError: a format, strategy or number of bits that is not read, transforms of
+                weights, sparsity, values of the wrong kind, or unknown keys.
         """
         self._ignored = read_names(config, "ignore")
-        self.kv_cache = kv_cache_scheme(config)
-        for key in ("moe_sparsity_config", "transform_config"):
-            choice(config, key, [None, {}])
+        self.kv_cache, self._key_maps = kv_cache_scheme(config), read_key_map_names(config)
+        if self._key_maps is not None:
+            if self.kv_cache is None:
+                raise config.error("transform_config", "maps keys, and no kv_cache_scheme is there")
+            self.kv_cache = replace(self.kv_cache, key_map_names=self._key_maps)
+        choice(config, "moe_sparsity_config", [None, {}])
         _require_dense(config)
         # "dense" is the KV cache alone.
         form = choice(config, "format", [*STORED_AS, "mixed-precision", "dense"])
@@ -82,7 +86,9 @@ class CompressedTensorsScheme:
     def unmet(self, modules: Collection[str]) -> list[str]:
         """Entries of `ignore` and `targets` that mean none of `modules`."""
         targets = [names for group in self._groups for names in (group.exact, group.patterns)]
-        return [entry for names in (self._ignored, *targets) for entry in names.unmet(modules)]
+        mapped = [] if self._key_maps is None else self._key_maps.unmet(modules)
+        unmet = [entry for names in (self._ignored, *targets) for entry in names.unmet(modules)]
+        return unmet + mapped
 
     def _find(self, name: str) -> Group | None:
         for targets in (

@@ -33,6 +33,8 @@ class KVCache:
     """Of every layer, for checkpoints that have none. None: theirs, which must be there."""
     ignores_scales: bool = False
     """The cache is not FP8 because somebody said so: scales of the checkpoint are of no use."""
+    key_map_names: Callable[[str], tuple[str, str] | None] | None = None
+    """As `formats.KVCacheScheme` has it; of use where the cache is FP8."""
 
     @property
     def features(self) -> frozenset[str]:
@@ -51,6 +53,23 @@ class KVScales:
     def widen(self, stored: Tensor, dtype: torch.dtype) -> Tensor:
         """Keys and values [2, N, G, D] of the FP8 cache as what they stand for."""
         return stored.to(dtype) * torch.stack((self.k, self.v))[:, None, :, None]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class KeyMaps:
+    """Matrices [D, D] of one layer that bring its keys into a form in which rounding them costs
+    less: q @ `q` and k @ `k` take the place of q and k, once those are turned. `q` @ `k`.T is the
+    identity, so scores stay. Rotations are such (R3 of SpinQuant, arXiv 2405.16406).
+    """
+
+    q: Tensor
+    k: Tensor
+
+
+def mapped(x: Tensor, matrix: Tensor) -> Tensor:
+    """x [T, N, D] @ matrix [D, D], rounded to the dtype of x."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return (x.to(wide) @ matrix.to(wide)).to(x.dtype)
 
 
 def narrow(x: Tensor, scale: Tensor) -> Tensor:

@@ -124,6 +124,20 @@ class ConfigReader:
             self._subs[key] = ConfigReader(values, f"{self._file}: {key}", frozenset())
         return self._subs[key]
 
+    def subs(self, key: str) -> "list[ConfigReader]":
+        """The objects of the list at `key`, each as a reader that its caller holds to account.
+
+        Raises:
+            ConfigError: the value is no list of objects.
+        """
+        values = self.get(key)
+        if not isinstance(values, list) or not all(isinstance(each, Mapping) for each in values):
+            raise self.error(key, "must be a list of objects")
+        return [
+            ConfigReader(each, f"{self._file}: {key}[{index}]", frozenset())
+            for index, each in enumerate(values)
+        ]
+
     def unread(self, harmless: frozenset[str] = frozenset()) -> list[str]:
         """Keys that nobody read, sorted; nested ones as "outer.inner".
 

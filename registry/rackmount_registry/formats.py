@@ -243,6 +243,9 @@ class KVCacheScheme:
     dtype: Literal["float8_e4m3fn"] = "float8_e4m3fn"
     per: Literal["tensor", "head"] = "tensor"
     """What has a scale of its own: a layer's keys or values, or each head of them."""
+    key_map_names: Callable[[str], tuple[str, str] | None] | None = None
+    """`key_map_names(name)` of the module "...self_attn": names, beside its projections, of the
+    tensors that are its `attention.KeyMaps`, `q` and `k`. None, here or given: there are none."""
 
 
 class QuantizationScheme(Protocol):

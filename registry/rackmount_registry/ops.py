@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rackmount_registry.attention import narrow
+from rackmount_registry.attention import mapped, narrow
 from rackmount_registry.experts import RouterState, Routing
 from rackmount_registry.sampling import sample as sample
 
@@ -53,6 +53,8 @@ def rotary_write(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_map: Tensor | None = None,
+    k_map: Tensor | None = None,
 ) -> Tensor:
     """Head norms, where there are any, then rotary position embedding (arXiv 2104.09864) of q and
     k; k and v into the cache, and q [T, H, D] back.
@@ -63,13 +65,16 @@ def rotary_write(
     rotated against each other, or even and odd features where `interleaved`. The cache has the
     layout "slots" (see `attention.CACHE_LAYOUTS`); a token whose slot is below 0 is padding, and
     writes nothing. An FP8 cache comes with `k_scale` and `v_scale`, float32 [G], and is written as
-    `attention.narrow` says; others come with neither.
+    `attention.narrow` says; others come with neither. `q_map` and `k_map` [D, D], both or neither,
+    map q and k once they are turned, as `attention.mapped` says.
     """
     if q_norm is not None and k_norm is not None:
         q, k = rms_norm(q, q_norm, eps), rms_norm(k, k_norm, eps)
     if table is not None:
         cos, sin = table[positions].unsqueeze(1).unbind(2)
         q, k = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    if q_map is not None and k_map is not None:
+        q, k = mapped(q, q_map), mapped(k, k_map)
     kept = slots >= 0
     k, v = k[kept], v[kept]
     if k_scale is not None and v_scale is not None:

@@ -118,6 +118,15 @@ def test_an_fp8_cache_gets_quotients_that_end_at_448(
     checker.rotary_write((6, 2, 8), 8, normed=True, num_tokens=num_tokens, scales=scales)
 
 
+@pytest.mark.parametrize("scales", [None, (0.4, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_queries_and_keys_are_mapped(
+    dtype: torch.dtype, scales: tuple[float, float] | None
+) -> None:
+    checker = Checker(op_set=TORCH_OPS, device="cpu", dtype=dtype)
+    checker.rotary_write((6, 2, 8), 8, normed=True, scales=scales, are_mapped=True)
+
+
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 def test_a_cache_may_be_narrower_than_the_keys(integers: torch.dtype) -> None:
     q, k, v = randn(4, 4, 8, dtype=torch.float32).split((2, 1, 1), 1)

@@ -91,6 +91,31 @@ def test_an_fp8_cache_gets_quotients_that_end_at_448(
     check.rotary_write(heads, rotated, normed=rotated > 0, scales=scales)
 
 
+@pytest.mark.usefixtures("many")
+@pytest.mark.parametrize("scales", [None, (0.37, 0.01)])
+@pytest.mark.parametrize(
+    ("heads", "rotated", "interleaved"),
+    [((4, 2, 16), 16, False), ((7, 1, 20), 12, True), ((6, 3, 10), 0, False)],
+)
+def test_queries_and_keys_are_mapped_once_they_are_turned(
+    check: Checker,
+    heads: tuple[int, int, int],
+    rotated: int,
+    interleaved: bool,
+    scales: tuple[float, float] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mend_casts(monkeypatch)
+    check.rotary_write(
+        heads,
+        rotated,
+        normed=rotated > 0,
+        interleaved=interleaved,
+        scales=scales,
+        are_mapped=True,
+    )
+
+
 @pytest.mark.parametrize("num_tokens", [0, 1])
 @pytest.mark.parametrize("integers", [torch.int32, torch.int64], ids=str)
 def test_rotary_write_takes_any_integers_and_no_tokens(

@@ -77,6 +77,39 @@ def test_rotary_write_equals_its_definition(
     )
 
 
+@pytest.mark.parametrize("scales", [None, (0.37, 0.01)])
+@pytest.mark.parametrize(
+    ("heads", "rotated", "interleaved"),
+    [
+        ((32, 8, 128), 128, False),
+        ((16, 8, 128), 64, True),
+        ((9, 3, 64), 64, False),
+        ((32, 32, 80), 32, False),
+        ((71, 1, 64), 64, False),
+        ((64, 8, 256), 0, False),
+        ((7, 1, 20), 12, True),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", NUM_TOKENS)
+def test_queries_and_keys_are_mapped_once_they_are_turned(
+    check: Checker,
+    heads: tuple[int, int, int],
+    rotated: int,
+    interleaved: bool,
+    num_tokens: int,
+    scales: tuple[float, float] | None,
+) -> None:
+    check.rotary_write(
+        heads,
+        rotated,
+        normed=rotated > 0,
+        interleaved=interleaved,
+        num_tokens=num_tokens,
+        scales=scales,
+        are_mapped=True,
+    )
+
+
 @pytest.mark.parametrize("scales", [(0.37, 0.01), (1e-3, 30.0)])
 @pytest.mark.parametrize("num_tokens", NUM_TOKENS)
 def test_an_fp8_cache_gets_quotients_that_end_at_448(

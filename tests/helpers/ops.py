@@ -81,6 +81,7 @@ class Checker:
         num_tokens: int = 3,
         cache_dtype: torch.dtype | None = None,
         scales: tuple[float, float] | None = None,
+        are_mapped: bool = False,
     ) -> None:
         """q, k and v are views of one tensor; heads are (H, G, D). Some tokens are padding, and
         the cache is NaN where nothing is written. `scales` of the first head's keys and values are
@@ -98,6 +99,8 @@ class Checker:
         shape, results = (2, num_tokens + 2, groups, size), []
         doubling = 2.0 ** torch.arange(groups, device=self.device)
         given = (None, None) if scales is None else tuple(each * doubling for each in scales)
+        if are_mapped:
+            given += tuple(self.randn(size, size, seed=s) / size**0.5 for s in (3, 4))
         cache_dtype = cache_dtype if scales is None else FP8
         for op_set in (self.op_set, ops.reference_ops()):
             cache = torch.full(shape, math.nan, dtype=cache_dtype or self.dtype, device=self.device)

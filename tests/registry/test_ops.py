@@ -90,6 +90,21 @@ def test_without_a_table_nothing_is_turned() -> None:
         assert torch.equal(found, ops.rms_norm(given, norm, 0.1))
 
 
+def test_queries_and_keys_are_mapped_once_they_are_turned() -> None:
+    angles = torch.outer(torch.arange(7.0), torch.tensor([1.0, 0.3])).double()
+    table = torch.stack((angles.cos(), angles.sin()), 1)
+    q, k, v = randn(3, 4, 5), randn(3, 2, 5, seed=1), randn(3, 2, 5, seed=2)
+    maps, positions = (randn(5, 5, seed=3), randn(5, 5, seed=4)), torch.tensor([0, 5, 2])
+    cache = torch.stack((k, k))
+    given = (positions, table, None, None, 0.0, False, cache, torch.arange(3), None, None, *maps)
+    found = ops.rotary_write(q, k, v, *given)
+    for x, plain, matrix in zip(
+        (found, cache[0]), turned(q, k, positions, table), maps, strict=True
+    ):
+        torch.testing.assert_close(x, torch.einsum("tnd,de->tne", plain, matrix))
+    assert torch.equal(cache[1], v)
+
+
 def test_keys_and_values_go_to_their_slots_and_nowhere_else() -> None:
     k, v = randn(4, 2, 4).float(), randn(4, 2, 4, seed=1).float()
     cache = torch.full((2, 6, 2, 4), math.nan, dtype=torch.bfloat16)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.transform import TransformConfig, apply_transform_config
 from safetensors.torch import load_file
 from tests.helpers.checkpoints import edit_tensors, oracle_logits, tiny_checkpoint
 from tests.helpers.engines import NUM_BYTE_IDS, byte_tokenizer
@@ -22,11 +23,14 @@ from typer.testing import CliRunner
 
 from rackmount import Engine, EngineConfig, SamplingParams
 from rackmount.cli.app import build_app
+from rackmount.report import kv_scales
+from rackmount_registry.attention import mapped
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.descriptors import QuantizationScheme
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_tools.calibration import Calibration, write_calibrated
 from rackmount_tools.checkpoint_folder import write_tensors
+from rackmount_tools.compressed_config import key_map_names
 
 TEXT = "So she was considering, in her own mind — as well as she could."
 IDS = list(TEXT.encode())
@@ -119,12 +123,13 @@ def test_kv_scales_round_what_is_cached_best(
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("key_maps", [False, True])
 @pytest.mark.parametrize("per", ["tensor", "head"])
 def test_an_engine_caches_keys_and_values_in_fp8_with_them(
-    source: tuple[Path, PreTrainedModel], tmp_path: Path, per: str
+    source: tuple[Path, PreTrainedModel], tmp_path: Path, per: str, key_maps: bool
 ) -> None:
     folder, model = source
-    calibrated(folder, tmp_path / "out", {"kv_scales": per})
+    calibrated(folder, tmp_path / "out", {"kv_scales": per, "key_maps": key_maps})
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NUM_BYTE_IDS)
     with Engine(tmp_path / "out", manager=plugins(), max_model_len=64, device="cpu") as engine:
         assert engine.rack.kv_dtype == torch.float8_e4m3fn
@@ -133,6 +138,43 @@ def test_an_engine_caches_keys_and_values_in_fp8_with_them(
     wanted = oracle_logits(model, torch.tensor(IDS[:40]))[:-1].log_softmax(-1)
     off = (found - wanted).pow(2).mean().sqrt() / wanted.std()
     assert 1e-4 < off < 0.15
+
+
+def test_keys_are_mapped_as_the_library_maps_them(llama: Path, tmp_path: Path) -> None:
+    """By the modules that it makes of the configuration."""
+    asked = {"kv_scales": "head", "key_maps": True}
+    tensors, config = calibrated(llama, tmp_path / "out", asked)
+    section = config["quantization_config"]["transform_config"]
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    apply_transform_config(model, TransformConfig.model_validate(section))
+    random = torch.Generator().manual_seed(0)
+    for layer in range(2):
+        given, found = torch.randn(2, 7, 3, 32, generator=random), []
+        for name, x in zip(key_map_names(layer), given, strict=True):
+            path = f"model.layers.{layer}.self_attn.{name}"
+            assert path in model.state_dict()
+            matrix = tensors[path]
+            assert (matrix @ matrix.T - torch.eye(32)).abs().max() > 0.1, "a rotation alone"
+            module = model.get_submodule(path.removesuffix(".weight"))
+            module.weight = torch.nn.Parameter(matrix)
+            found.append(module(x).detach())
+            torch.testing.assert_close(found[-1], mapped(x, matrix))
+        scores = [torch.einsum("tnd,tnd->tn", q, k) for q, k in (found, given)]
+        torch.testing.assert_close(*scores, rtol=0, atol=1e-4)
+
+
+def test_maps_go_with_the_scales_that_were_found_without_them(llama: Path, tmp_path: Path) -> None:
+    first, config = calibrated(
+        llama, tmp_path / "1", {"kv_scales": "head", "key_maps": True, "weights": "fp8"}
+    )
+    assert len(config["quantization_config"]["transform_config"]["config_groups"]) == 4
+    plain, _ = calibrated(llama, tmp_path / "2", {"kv_scales": "head", "weights": "fp8"})
+    again, config = calibrated(tmp_path / "1", tmp_path / "3", {"kv_scales": "head"})
+    assert "transform_config" not in config["quantization_config"]
+    assert again.keys() == plain.keys() < first.keys()
+    with Engine(tmp_path / "1", manager=plugins(), max_model_len=64, device="cpu") as engine:
+        assert any("keys and queries mapped" in line for line in kv_scales(engine.rack))
+        assert all(layer.key_maps is not None for layer in engine.rack.draft.attention)
 
 
 WEIGHTS = {
@@ -326,6 +368,7 @@ def test_data_may_be_unlucky(llama: Path, tmp_path: Path) -> None:
         ({"weights": "fp4"}, "weights='fp4' .* must be one of fp8, fp8-tensor, fp8-block, int8,"),
         ({"activations": "none"}, "activations='none' must be one of dynamic, static"),
         ({"kv_scales": "none"}, "kv_scales='none' and weights='none' leave nothing to do"),
+        ({"kv_scales": "none", "key_maps": True, "weights": "fp8"}, "key_maps=True maps keys for"),
         ({"weights": "int4", "activations": "static"}, "one scale with weights=fp8, fp8-tensor"),
         ({"activations": "static"}, "activations='static' with weights='none'"),
         (
@@ -341,6 +384,12 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], refusal: str) -> 
 
 
 def test_what_a_model_cannot_is_refused(llama: Path, tmp_path: Path) -> None:
+    calibrated(llama, tmp_path / "fp8", {"kv_scales": "head"})
+    config = EngineConfig.create(model=str(tmp_path / "fp8"), max_model_len=CONTEXT, device="cpu")
+    with pytest.raises(ConfigError, match=r"kv_cache_dtype='auto' makes the cache FP8, .*='model'"):
+        write_calibrated(config, tmp_path / "2", Calibration(), plugins(), text=TEXT)
+    with pytest.raises(RackmountError, match=r"has 8 keys a layer, .* need 128 or more"):
+        calibrated(llama, tmp_path / "3", {"key_maps": True}, max_tokens=4)
     moe, _ = source_of(tmp_path / "moe", "qwen3-moe")
     static = {"weights": "fp8", "activations": "static"}
     (tmp_path / "full").mkdir()

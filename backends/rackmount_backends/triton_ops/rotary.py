@@ -16,7 +16,13 @@ MANY_TOKENS = 128
 `MAX_ELEMENTS`."""
 MAX_ELEMENTS = 8192
 MAX_WARPS = 8
+MAPPING_WARPS = 4
+"""With fewer a matrix of 128 x 128 takes more registers than a thread has."""
 FP8_MAX = tl.constexpr(448.0)
+LEAST = tl.constexpr(16)
+"""Rows, and columns, that `tl.dot` takes."""
+COLUMNS = tl.constexpr(64)
+"""Of a map at a time: more would not fit where numbers have 32 bits."""
 
 
 @triton.jit
@@ -34,6 +40,14 @@ def divided(x, scale):
 
 
 @triton.jit
+def product(x, matrix, features, inside, columns, D: tl.constexpr, dtype: tl.constexpr):
+    """x times the rows `features` of `matrix` [D, D], some columns."""
+    there = inside[:, None] & (columns < D)[None, :]
+    rows = tl.load(matrix + features[:, None] * D + columns[None, :], mask=there, other=0.0)
+    return tl.dot(x.to(dtype), rows, input_precision="ieee")
+
+
+@triton.jit
 def turn(
     source,
     source_stride,
@@ -44,21 +58,23 @@ def turn(
     norm,
     eps,
     angles,
+    mapping,
     HEADS: tl.constexpr,
     D: tl.constexpr,
     PAIRED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Norms the `HEADS` heads at `source`, rotates their first `PAIRED` features, and writes them
-    to `target` where the token `is_held`. `scales`, one for each head that is written, `norm` and
-    `angles`, cosines and then sines, may be None."""
+    """Norms the `HEADS` heads at `source`, rotates their first `PAIRED` features, maps them, and
+    writes them to `target` where the token `is_held`. `scales`, one for each head that is written,
+    `norm`, `angles`, cosines and then sines, and `mapping` [D, D] may be None."""
     HALF: tl.constexpr = PAIRED // 2
     dtype: tl.constexpr = source.dtype.element_ty
     stored: tl.constexpr = target.dtype.element_ty
-    heads = tl.arange(0, triton.next_power_of_2(HEADS))[:, None]
+    PAD: tl.constexpr = 1 if mapping is None else LEAST
+    heads = tl.arange(0, max(triton.next_power_of_2(HEADS), PAD))[:, None]
     source += heads * source_stride
     target += heads * target_stride
-    pairs = tl.arange(0, triton.next_power_of_2(HALF))
+    pairs = tl.arange(0, max(triton.next_power_of_2(HALF), PAD))
     paired = pairs < HALF
     first = pairs * 2 if INTERLEAVED else pairs
     second = first + (1 if INTERLEAVED else HALF)
@@ -66,7 +82,7 @@ def turn(
     a = tl.load(source + first[None, :], mask=there, other=0.0).to(tl.float32)
     b = tl.load(source + second[None, :], mask=there, other=0.0).to(tl.float32)
     if PAIRED < D:
-        rest = PAIRED + tl.arange(0, triton.next_power_of_2(D - PAIRED))
+        rest = PAIRED + tl.arange(0, max(triton.next_power_of_2(D - PAIRED), PAD))
         rest_there = (heads < HEADS) & (rest < D)[None, :]
         c = tl.load(source + rest[None, :], mask=rest_there, other=0.0).to(tl.float32)
     if norm is not None:
@@ -82,6 +98,19 @@ def turn(
         cos = tl.load(angles + pairs, mask=paired, other=0.0)[None, :]
         sin = tl.load(angles + HALF + pairs, mask=paired, other=0.0)[None, :]
         a, b = (a * cos - b * sin).to(dtype), (b * cos + a * sin).to(dtype)
+    if mapping is not None:
+        for start in tl.range(0, D, COLUMNS, num_stages=1):
+            columns = start + tl.arange(0, min(max(triton.next_power_of_2(D), LEAST), COLUMNS))
+            x = product(a, mapping, first, paired, columns, D, dtype)
+            x += product(b, mapping, second, paired, columns, D, dtype)
+            if PAIRED < D:
+                x += product(c, mapping, rest, rest < D, columns, D, dtype)
+            x = x.to(dtype)
+            if scales is not None:
+                x = divided(x, tl.load(scales + heads, mask=heads < HEADS, other=1.0))
+            written = (heads < HEADS) & (columns < D)[None, :] & is_held
+            tl.store(target + columns[None, :], x.to(stored), mask=written)
+        return
     if scales is not None:
         scale = tl.load(scales + heads, mask=heads < HEADS, other=1.0)
         a, b = divided(a, scale), divided(b, scale)
@@ -107,6 +136,8 @@ def rotary_write_kernel(
     slots,
     k_scale,
     v_scale,
+    q_map,
+    k_map,
     eps,
     q_stride,
     q_head_stride,
@@ -138,8 +169,8 @@ def rotary_write_kernel(
         q += token * q_stride + part * QUERIES * q_head_stride
         out += token * (H * D) + part * (QUERIES * D)
         turn(
-            q, q_head_stride, out, D, True, None, q_norm, eps, angles, QUERIES, D, PAIRED,
-            INTERLEAVED,
+            q, q_head_stride, out, D, True, None, q_norm, eps, angles, q_map, QUERIES, D,
+            PAIRED, INTERLEAVED,
         )  # fmt: skip
     else:
         slot = tl.load(slots + token).to(tl.int64)
@@ -152,13 +183,13 @@ def rotary_write_kernel(
             k += token * k_stride + part * KEYS * k_head_stride
             turn(
                 k, k_head_stride, place, cache_head_stride, is_held, k_scale, k_norm, eps, angles,
-                KEYS, D, PAIRED, INTERLEAVED,
+                k_map, KEYS, D, PAIRED, INTERLEAVED,
             )  # fmt: skip
         else:
             v += token * v_stride + part * KEYS * v_head_stride
             turn(
                 v, v_head_stride, place + values_stride, cache_head_stride, is_held, v_scale, None,
-                eps, None, KEYS, D, D, False,
+                eps, None, None, KEYS, D, D, False,
             )  # fmt: skip
 
 
@@ -176,9 +207,11 @@ def _rotary_write(
     slots: Tensor,
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
+    q_map: Tensor | None = None,
+    k_map: Tensor | None = None,
 ) -> tuple[Tensor, list[Launch]]:
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache.stride(3) == 1
-    small = (positions, slots, table, q_norm, k_norm, k_scale, v_scale)
+    small = (positions, slots, table, q_norm, k_norm, k_scale, v_scale, q_map, k_map)
     assert all(t is None or t.is_contiguous() for t in small)
     num_tokens, heads, size = q.shape
     assert size % 2 == 0
@@ -189,6 +222,8 @@ def _rotary_write(
     # With threads for half a head, the compiler reads angles and norms where they are needed;
     # with fewer it would pass them on through shared memory.
     warps = max(warps_for(elements, q.element_size(), vectors=4), block_of(size) // LANES)
+    if q_map is not None:
+        warps = max(warps, MAPPING_WARPS)
     given = {
         "q": q,
         "k": k,
@@ -202,13 +237,11 @@ def _rotary_write(
         "slots": slots,
         "k_scale": k_scale,
         "v_scale": v_scale,
+        "q_map": q_map,
+        "k_map": k_map,
         "eps": eps,
-        "q_stride": q.stride(0),
-        "q_head_stride": q.stride(1),
-        "k_stride": k.stride(0),
-        "k_head_stride": k.stride(1),
-        "v_stride": v.stride(0),
-        "v_head_stride": v.stride(1),
+        **{f"{name}_stride": x.stride(0) for name, x in zip("qkv", (q, k, v), strict=True)},
+        **{f"{name}_head_stride": x.stride(1) for name, x in zip("qkv", (q, k, v), strict=True)},
         "values_stride": cache.stride(0),
         "slot_stride": cache.stride(1),
         "cache_head_stride": cache.stride(2),

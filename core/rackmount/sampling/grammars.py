@@ -70,7 +70,7 @@ class Grammars:
         """Makes the backend in a thread, if requests can have grammars, before the first does. The
         process ends after it: foreign code that is cut off as it is loaded aborts."""
         if self._offer is not None:
-            _in_thread(lambda: self._backend, outlasts=False)
+            _in_thread(lambda: self._backend, daemon=False)
 
     def check(self, spec: GrammarSpec) -> None:
         """RequestError, with the reason, for a grammar that no answer can be held to."""
@@ -184,10 +184,10 @@ class RowGrammar:
 
 
 def _in_thread(
-    work: Callable[[], T], future: "Future[T] | None" = None, *, outlasts: bool = True
+    work: Callable[[], T], future: "Future[T] | None" = None, *, daemon: bool = True
 ) -> "Future[T]":
-    """What `work` gives, from a thread that holds up no other; nor the process's end, if it
-    `outlasts` that."""
+    """What `work` gives, from a thread that holds up no other; nor the process's end, if it is a
+    `daemon`."""
     given: Future[T] = Future() if future is None else future
 
     def run() -> None:
@@ -196,5 +196,5 @@ def _in_thread(
         except BaseException as error:
             given.set_exception(error)
 
-    Thread(target=run, name="grammar", daemon=outlasts).start()
+    Thread(target=run, name="grammar", daemon=daemon).start()
     return given

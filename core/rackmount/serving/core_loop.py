@@ -27,7 +27,7 @@ from rackmount_registry.plugins import PluginManager
 STATS_S = 0.25
 """Between two statistics, at least."""
 
-LAST_WORDS_MS = 10_000
+LAST_WORDS_S = 10
 """For the front end to hear why the engine core ends."""
 
 _log = logging.getLogger(__name__)
@@ -40,14 +40,16 @@ def serve(peer: zmq.Socket[bytes]) -> bool:
     try:
         core = _build(mail.take(), mail)
         CoreLoop(core, mail).run()
-        return True
     except BaseException as error:
         mail.send(messages.Trouble.of(error))  # first: closing may take as long as it takes
-    finally:
-        if core is not None:
-            core.close()
-    mail.await_close()
-    return False
+        try:
+            if core is not None:
+                core.close()
+        finally:
+            mail.await_close()
+        return False
+    core.close()
+    return True
 
 
 class Mail:
@@ -67,8 +69,10 @@ class Mail:
     def await_close(self) -> None:
         """Until all that was sent is heard: ZeroMQ loses what waits for a peer that is behind, once
         its sender is gone."""
-        while self.poll(LAST_WORDS_MS) and not isinstance(self.take(), messages.Close):
-            pass
+        deadline = time.monotonic() + LAST_WORDS_S
+        while self.poll(max(0, round(1000 * (deadline - time.monotonic())))):
+            if isinstance(self.take(), messages.Close):
+                break
 
     def report(self, stage: str, done: int, total: int | None) -> None:
         """A `rackmount_registry.checkpoint.Report`."""

@@ -1,5 +1,6 @@
 """`rackmount calibrate`: a checkpoint with scales for an FP8 KV cache, found on data, and rounded
-weights, as compressed-tensors spells them, so that other engines load it too.
+weights, as compressed-tensors spells them, so that other engines load it too; with `key_maps` those
+alone that map keys as `transform_config` says.
 
 `kv_scales` has how scales of the cache are found; static scales of inputs are the largest magnitude
 seen / 448, the largest number of float8_e4m3fn, or / 127 of int8. Weights are rounded to nearest,
@@ -26,6 +27,9 @@ def calibrate(
     kv_scales: Annotated[
         str, typer.Option(help="A scale for each layer (tensor), KV head (head), or none.")
     ] = "tensor",
+    key_maps: Annotated[
+        bool, typer.Option("--key-maps", help="Map keys so that rounding them costs less.")
+    ] = False,
     weights: Annotated[str, typer.Option(help=f"{', '.join(ROUNDINGS)}, or none.")] = "none",
     activations: Annotated[
         str, typer.Option(help="With rounded weights: dynamic, or static scales of inputs.")
@@ -48,7 +52,11 @@ def calibrate(
 ) -> None:
     """Write MODEL with scales of its KV cache, found on a text, and weights rounded on demand."""
     asked = Calibration(
-        kv_scales=kv_scales, weights=weights, activations=activations, group_size=group_size
+        kv_scales=kv_scales,
+        key_maps=key_maps,
+        weights=weights,
+        activations=activations,
+        group_size=group_size,
     )
     config = EngineConfig.create(
         model=model,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from rackmount import EngineConfig, Rack, draft_rack, locate, open_model
+from rackmount_registry.attention import FP8
 from rackmount_registry.checkpoint import Checkpoint, Report, silent
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.descriptors import QuantizationScheme
@@ -28,12 +29,14 @@ from rackmount_tools.compressed_config import (
     STATIC,
     kv_cache_scheme,
     quantization_config,
+    transform_config,
 )
 from rackmount_tools.observed import Observed, observe
 from rackmount_tools.perplexity import leading_token, windows_of
 from rackmount_tools.rounded_tensors import RoundedTensors
 
 SECTION = "quantization_config"
+TRANSFORMS = "transform_config"
 DEFAULT_GROUP_SIZE = 128
 
 
@@ -48,6 +51,8 @@ class Calibration:
 
     kv_scales: str = "tensor"
     """What has a scale of its own: "tensor" or "head"; or "none"."""
+    key_maps: bool = False
+    """Whether queries and keys are mapped, so that rounding keys costs less."""
     weights: str = "none"
     """One of `ROUNDINGS`."""
     activations: str = "dynamic"
@@ -69,6 +74,8 @@ class Calibration:
                 )
         if self.kv_scales == self.weights == "none":
             raise ConfigError("kv_scales='none' and weights='none' leave nothing to do")
+        if self.key_maps and self.kv_scales == "none":
+            raise ConfigError("key_maps=True maps keys for scales, and kv_scales='none' has none")
         if self.static and self.weights not in STATIC:
             raise ConfigError(
                 f"activations='static' with weights={self.weights!r}: inputs have one scale with "
@@ -116,11 +123,31 @@ def write_calibrated(
     checkpoint = open_model(path, manager, "auto")
     try:
         rack = draft_rack(config, checkpoint.config, manager)
+        if rack.kv_dtype == FP8:
+            raise ConfigError(
+                f"kv_cache_dtype={config.kv_cache_dtype!r} makes the cache FP8, and scales are of "
+                "keys and values as they are; choose kv_cache_dtype='model'"
+            )
         section = _section(checkpoint, rack, asked)
+        if asked.key_maps:
+            section[TRANSFORMS] = transform_config(
+                {
+                    layer.index: (layer.path.rpartition(".")[0], layer.params.head_size)
+                    for layer in rack.draft.attention
+                }
+            )
         folder = new_folder(out)
         sequences = _sequences(checkpoint, rack, text, max_tokens) if asked.needs_data else []
         per_head = asked.kv_scales == "head"
-        seen = observe(rack, checkpoint, sequences, report, per_head=per_head, inputs=asked.static)
+        seen = observe(
+            rack,
+            checkpoint,
+            sequences,
+            report,
+            per_head=per_head,
+            inputs=asked.static,
+            key_maps=asked.key_maps,
+        )
         _require_finite(seen)
         tensors = RoundedTensors(
             rack=rack,
@@ -148,7 +175,8 @@ def _section(checkpoint: Checkpoint, rack: Rack, asked: Calibration) -> dict[str
                 f"the model is quantized already ({method!r}); of such, scales of the KV cache can "
                 f"be added to those of {METHOD!r} with weights='none'"
             )
-        return {**stored, "kv_cache_scheme": kv_cache_scheme(asked.kv_scales)}
+        kept = {key: value for key, value in stored.items() if key != TRANSFORMS}
+        return kept | {"kv_cache_scheme": kv_cache_scheme(asked.kv_scales)}
     weights = [weight for socket in rack.draft.sockets for weight in socket.weights()]
     if asked.static and any(weight.role == "expert" for weight in weights):
         raise ConfigError(

@@ -86,6 +86,26 @@ def quantization_config(
     return config
 
 
+def key_map_names(index: int) -> tuple[str, str]:
+    """Beside the projections of the model's attention layer so and so: the tensors that map its
+    queries and its keys, as `transform_config` has them called."""
+    return f"queries_{index}_q_attn.weight", f"keys_{index}_k_cache.weight"
+
+
+def transform_config(attention: Mapping[int, tuple[str, int]]) -> dict[str, Any]:
+    """Of maps for the attention modules by their index: their names and head sizes."""
+
+    def group(location: str, name: str, head_size: int) -> dict[str, Any]:
+        apply = {"targets": [name], "location": location, "inverse": False, "ignore": []}
+        return {"type": "random-matrix", "head_dim": head_size, "apply": [apply]}
+
+    groups = {}
+    for index, (name, head_size) in attention.items():
+        groups[f"queries_{index}"] = group("q_attn", name, head_size)
+        groups[f"keys_{index}"] = group("k_cache", name, head_size)
+    return {"config_groups": groups}
+
+
 def kv_cache_scheme(kv_scales: str) -> dict[str, Any]:
     """Of scales for each layer ("tensor") or each KV head ("head")."""
     return FLOATS | {"strategy": KV_STRATEGIES[kv_scales]}

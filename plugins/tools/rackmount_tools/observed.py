@@ -1,10 +1,10 @@
-"""What a model's keys, values and inputs of products reach on given data.
+"""What a model's queries, keys, values and inputs of products are on given data.
 
 The model runs as its architecture file reads, unfused and without an engine, whole sequences at a
 time: what is seen of a layer is what it would have written to its cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,18 +13,24 @@ import torch
 from torch import Tensor
 
 from rackmount import Rack
-from rackmount_registry.attention import AttentionLayer
+from rackmount_registry.attention import AttentionLayer, KeyMaps
 from rackmount_registry.checkpoint import Checkpoint, Report
 from rackmount_registry.mount import assemble, fill
 from rackmount_registry.nn import Linear, MergedLinear
 from rackmount_registry.step import ReferenceStep
+from rackmount_tools.key_maps import Moments
 from rackmount_tools.kv_scales import ScaleSearch
+
+Look = Callable[[int, Tensor, Tensor], None]
+"""Takes the index of a layer, its queries [T, H, D], and what it has cached: [2, T, G, D]."""
 
 
 @dataclass(kw_only=True)
 class Observed:
     """By the index of a layer, after head norms and rotary embedding; and by logical weight."""
 
+    maps: dict[int, KeyMaps] = field(default_factory=dict)
+    """Float64; where they were asked for, keys are seen mapped."""
     keys: dict[int, ScaleSearch] = field(default_factory=dict)
     values: dict[int, ScaleSearch] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
@@ -39,18 +45,20 @@ def observe(
     *,
     per_head: bool,
     inputs: bool,
+    key_maps: bool = False,
 ) -> Observed:
-    """Runs the sequences through the model.
+    """Runs the sequences through the model; twice, where maps are to be found first.
 
     Args:
         per_head: whether each KV head has a scale of its own.
         inputs: whether those of linear layers are looked at as well.
+        key_maps: whether keys are mapped.
 
     Raises:
         CheckpointError: as for `fill`.
     """
     seen = Observed()
-    step = _ObservingStep(seen, rack.device, per_head=per_head)
+    step = _ObservingStep(rack.device)
     mounted = assemble(
         rack.draft,
         rack.parts.load(rack.options),
@@ -70,20 +78,32 @@ def observe(
                     continue
             names = [name for gemm in gemms for name in gemm.weight.names]
             socket.register_forward_pre_hook(partial(_see_input, seen.inputs, names))
-    with torch.inference_mode():
-        for done, ids in enumerate(sequences, 1):
-            step.begin([len(ids)])
-            rack.draft.model(torch.tensor(ids, device=rack.device))
-            report("run", done, len(sequences))
+
+    def run(look: Look) -> None:
+        step.look = look
+        with torch.inference_mode():
+            for done, ids in enumerate(sequences, 1):
+                step.begin([len(ids)])
+                rack.draft.model(torch.tensor(ids, device=rack.device))
+                report("run", done, len(sequences))
+
+    if key_maps:
+        moments = {layer.index: Moments() for layer in rack.draft.attention}
+        run(lambda index, q, cache: moments[index].see(q, cache[0]))
+        for layer in rack.draft.attention:
+            found = seen.maps[layer.index] = moments[layer.index].maps()
+            layer.key_maps = KeyMaps(q=found.q.to(rack.dtype), k=found.k.to(rack.dtype))
+    run(partial(_see_cached, seen, per_head))
     return seen
 
 
 class _ObservingStep(ReferenceStep):
-    """Looks at what each layer writes."""
+    """Looks at what each layer attends with, and writes."""
 
-    def __init__(self, seen: Observed, device: torch.device, *, per_head: bool) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.seen, self.device, self.per_head = seen, device, per_head
+        self.device = device
+        self.look: Look
 
     def begin(self, lengths: Sequence[int]) -> None:
         super().begin(lengths)
@@ -92,25 +112,25 @@ class _ObservingStep(ReferenceStep):
         self.slots = self.slots.to(self.device, torch.int32)
 
     def attend(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        searches = [
-            table.setdefault(layer.index, ScaleSearch(per_head=self.per_head))
-            for table in (self.seen.keys, self.seen.values)
-        ]
-        return super().attend(_Watched(layer, searches), q, k, v)
+        return super().attend(_Watched(layer, self.look), q, k, v)
 
 
 class _Watched:
     """An `AttentionLayer` whose cache is looked at once it is written."""
 
-    def __init__(self, layer: AttentionLayer, searches: Sequence[ScaleSearch]) -> None:
-        self.layer, self.searches = layer, searches
+    def __init__(self, layer: AttentionLayer, look: Look) -> None:
+        self.layer, self.look = layer, look
         self.index, self.params, self.kv_scales = layer.index, layer.params, layer.kv_scales
 
     def store(self, q: Tensor, k: Tensor, v: Tensor, cache: Tensor, slots: Tensor) -> Tensor:
         q = self.layer.store(q, k, v, cache, slots)
-        for search, each in zip(self.searches, cache, strict=True):
-            search.see(each)
+        self.look(self.index, q, cache)
         return q
+
+
+def _see_cached(seen: Observed, per_head: bool, index: int, q: Tensor, cache: Tensor) -> None:
+    for table, each in zip((seen.keys, seen.values), cache, strict=True):
+        table.setdefault(index, ScaleSearch(per_head=per_head)).see(each)
 
 
 def _see_input(

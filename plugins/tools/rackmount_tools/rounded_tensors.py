@@ -13,6 +13,7 @@ from rackmount_registry.checkpoint import Checkpoint
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import QuantizationScheme, StoredFormat
 from rackmount_registry.nn.storage import LinearPart, Source
+from rackmount_tools.compressed_config import key_map_names
 from rackmount_tools.observed import Observed
 
 LIMITS = {FP8: FP8_MAX, torch.int8: 127.0}
@@ -39,6 +40,7 @@ class RoundedTensors:
             yield from self._round(part, source, stored)
         if self.per_head is not None:
             yield from self._kv_scales(self.per_head)
+            yield from self._key_maps()
 
     def __len__(self) -> int:
         return len(self._kept) + len(self.rounded)
@@ -93,6 +95,12 @@ class RoundedTensors:
         for suffix, tensor in encoded.items():
             rows_alone = suffix == "weight_scale" and tensor.shape == part.shape[:1] != (1,)
             yield f"{part.name}.{suffix}", tensor.unsqueeze(1) if rows_alone else tensor
+
+    def _key_maps(self) -> Iterator[tuple[str, Tensor]]:
+        for layer in self.rack.draft.attention:
+            if (maps := self.seen.maps.get(layer.index)) is not None:
+                for name, matrix in zip(key_map_names(layer.index), (maps.q, maps.k), strict=True):
+                    yield layer.sibling(name), matrix.float().contiguous()
 
     def _kv_scales(self, per_head: bool) -> Iterator[tuple[str, Tensor]]:
         """Scales of a layer [1], or of its KV heads [heads, 1, 1]."""

@@ -11,6 +11,7 @@ from rackmount_registry.errors import ConfigError, listed
 from rackmount_registry.formats import Weight
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.fill import require_filled
+from rackmount_registry.mount.key_maps import give_key_maps
 from rackmount_registry.mount.kv_scales import give_kv_scales
 from rackmount_registry.nn.socket import Socket
 from rackmount_registry.nn.storage import Piece, Storage, StoredWeight
@@ -35,6 +36,7 @@ def fill_randomly(mounted: Mounted, seed: int) -> None:
     if draft.kv_cache.dtype == FP8:
         assert draft.kv_cache.scale is not None, "random weights bring no scales"
         give_kv_scales(draft.attention, draft.kv_cache.scale, mounted.device)
+        give_key_maps(draft, mounted.device)
     random = torch.Generator(mounted.device)
     for socket in draft.in_filling_order():
         encoded, plain = _split(socket)

@@ -13,6 +13,7 @@ from rackmount_registry.checkpoint import Checkpoint, Report, TensorInfo, silent
 from rackmount_registry.errors import CheckpointError, listed
 from rackmount_registry.mount.assemble import Mounted
 from rackmount_registry.mount.draft import Draft
+from rackmount_registry.mount.key_maps import read_key_maps
 from rackmount_registry.mount.kv_scales import read_kv_scales
 from rackmount_registry.nn.embedding import OutputHead
 from rackmount_registry.nn.storage import Piece, Source, Storage
@@ -37,6 +38,7 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     draft = mounted.draft
     _untie_where_stored(draft.sockets, checkpoint)
     read_kv_scales(draft, checkpoint, mounted.device)
+    read_key_maps(draft, checkpoint, mounted.device)
     sources = _account(draft, list(draft.storages()), checkpoint)
     there = (storage for storage in draft.storages() if not storage.is_absent)
     total = sum(storage.num_bytes(draft.dtype) for storage in there)

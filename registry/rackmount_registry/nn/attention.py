@@ -11,6 +11,7 @@ from rackmount_registry.attention import (
     FP8,
     AttentionParams,
     CacheSpec,
+    KeyMaps,
     KVScales,
 )
 from rackmount_registry.axes import Axis, Cut
@@ -67,6 +68,8 @@ class Attention(Socket):
         """Place among the model's attention layers, set by the mount."""
         self.kv_scales: KVScales | None = None
         """There exactly where the cache is FP8; set by the mount."""
+        self.key_maps: KeyMaps | None = None
+        """Set by the mount, where the checkpoint has them for an FP8 cache."""
         self.answered: tuple[str, ...] = ()
         """Checkpoint tensors of a quantized cache; set by the mount."""
 
@@ -125,7 +128,7 @@ class Attention(Socket):
     ) -> tuple[Any, ...]:
         """Of `ops.rotary_write`."""
         q_norm, k_norm = (norm.tensor for norm in self.norms) if self.norms else (None, None)
-        scales = self.kv_scales
+        scales, maps = self.kv_scales, self.key_maps
         return (
             q,
             k,
@@ -140,6 +143,8 @@ class Attention(Socket):
             slots,
             scales.k if scales else None,
             scales.v if scales else None,
+            maps.q if maps else None,
+            maps.k if maps else None,
         )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
