@@ -141,3 +141,14 @@ def test_maps_that_would_change_scores_are_refused(
     store(folder, *spoil(*pair()))
     with pytest.raises(CheckpointError, match=message):
         mount_reference(folder, kv_cache=CACHE)
+
+
+def test_a_scale_of_values_does_not_serve_mapped_keys(folder: Path) -> None:
+    def add(tensors: dict[str, Tensor]) -> None:
+        for layer in range(2):
+            tensors[f"model.layers.{layer}.self_attn.v_scale"] = torch.tensor([0.02])
+
+    edit_tensors(folder, add)
+    cache = KVCache(dtype=FP8, key_map_names=key_map_names)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale is not in the check"):
+        mount_reference(folder, kv_cache=cache)

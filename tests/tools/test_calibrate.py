@@ -34,6 +34,8 @@ from rackmount_tools.compressed_config import key_map_names
 
 TEXT = "So she was considering, in her own mind — as well as she could."
 IDS = list(TEXT.encode())
+LONG_TEXT = 12 * TEXT
+"""Enough for maps of keys."""
 CONTEXT = 24
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": NUM_BYTE_IDS}
 """Whole blocks of 128 and groups of 32."""
@@ -129,7 +131,8 @@ def test_an_engine_caches_keys_and_values_in_fp8_with_them(
     source: tuple[Path, PreTrainedModel], tmp_path: Path, per: str, key_maps: bool
 ) -> None:
     folder, model = source
-    calibrated(folder, tmp_path / "out", {"kv_scales": per, "key_maps": key_maps})
+    asked = {"kv_scales": per, "key_maps": key_maps}
+    calibrated(folder, tmp_path / "out", asked, text=LONG_TEXT if key_maps else TEXT)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=NUM_BYTE_IDS)
     with Engine(tmp_path / "out", manager=plugins(), max_model_len=64, device="cpu") as engine:
         assert engine.rack.kv_dtype == torch.float8_e4m3fn
@@ -143,7 +146,7 @@ def test_an_engine_caches_keys_and_values_in_fp8_with_them(
 def test_keys_are_mapped_as_the_library_maps_them(llama: Path, tmp_path: Path) -> None:
     """By the modules that it makes of the configuration."""
     asked = {"kv_scales": "head", "key_maps": True}
-    tensors, config = calibrated(llama, tmp_path / "out", asked)
+    tensors, config = calibrated(llama, tmp_path / "out", asked, text=LONG_TEXT)
     section = config["quantization_config"]["transform_config"]
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     apply_transform_config(model, TransformConfig.model_validate(section))
@@ -165,7 +168,10 @@ def test_keys_are_mapped_as_the_library_maps_them(llama: Path, tmp_path: Path) -
 
 def test_maps_go_with_the_scales_that_were_found_without_them(llama: Path, tmp_path: Path) -> None:
     first, config = calibrated(
-        llama, tmp_path / "1", {"kv_scales": "head", "key_maps": True, "weights": "fp8"}
+        llama,
+        tmp_path / "1",
+        {"kv_scales": "head", "key_maps": True, "weights": "fp8"},
+        text=LONG_TEXT,
     )
     assert len(config["quantization_config"]["transform_config"]["config_groups"]) == 4
     plain, _ = calibrated(llama, tmp_path / "2", {"kv_scales": "head", "weights": "fp8"})
@@ -388,7 +394,7 @@ def test_what_a_model_cannot_is_refused(llama: Path, tmp_path: Path) -> None:
     config = EngineConfig.create(model=str(tmp_path / "fp8"), max_model_len=CONTEXT, device="cpu")
     with pytest.raises(ConfigError, match=r"kv_cache_dtype='auto' makes the cache FP8, .*='model'"):
         write_calibrated(config, tmp_path / "2", Calibration(), plugins(), text=TEXT)
-    with pytest.raises(RackmountError, match=r"has 8 keys a layer, .* need 128 or more"):
+    with pytest.raises(RackmountError, match=r"has 8 keys a layer, .* need 768 or more"):
         calibrated(llama, tmp_path / "3", {"key_maps": True}, max_tokens=4)
     moe, _ = source_of(tmp_path / "moe", "qwen3-moe")
     static = {"weights": "fp8", "activations": "static"}

@@ -67,10 +67,10 @@ def test_moments_are_of_all_heads_and_tokens() -> None:
 
 def test_too_few_keys_give_no_maps() -> None:
     seen = Moments()
-    for count in (0, 8, 7):
+    for count in (0, 90, 5):
         seen.see(torch.randn(count, 4, 8), torch.randn(count, 2, 8))
     with pytest.raises(
-        RackmountError, match=r"has 30 keys a layer, .* need 32 or more; give a lon"
+        RackmountError, match=r"has 190 keys a layer, .* need 192 or more; give a lon"
     ):
         seen.maps()
     seen.see(torch.randn(1, 4, 8), torch.randn(1, 2, 8))

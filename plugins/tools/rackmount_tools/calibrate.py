@@ -84,7 +84,8 @@ def calibrate(
 def summary(seen: Observed) -> list[str]:
     """The largest keys and values, and where they were."""
     lines = []
-    for what, table in (("keys", seen.keys), ("values", seen.values)):
+    keys = "mapped keys" if seen.maps else "keys"
+    for what, table in ((keys, seen.keys), ("values", seen.values)):
         if table:
             reached = {index: each.largest.amax().item() for index, each in table.items()}
             layer = max(reached, key=lambda index: reached[index])

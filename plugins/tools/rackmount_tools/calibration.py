@@ -72,10 +72,13 @@ class Calibration:
                     f"{name}={value!r}{did_you_mean(value, legal)} must be one of "
                     f"{', '.join(legal)}"
                 )
+        if self.key_maps and self.kv_scales == "none":
+            raise ConfigError(
+                "key_maps=True maps keys for scales, and kv_scales='none' has none; choose "
+                f"kv_scales={' or '.join(map(repr, KV_STRATEGIES))}"
+            )
         if self.kv_scales == self.weights == "none":
             raise ConfigError("kv_scales='none' and weights='none' leave nothing to do")
-        if self.key_maps and self.kv_scales == "none":
-            raise ConfigError("key_maps=True maps keys for scales, and kv_scales='none' has none")
         if self.static and self.weights not in STATIC:
             raise ConfigError(
                 f"activations='static' with weights={self.weights!r}: inputs have one scale with "

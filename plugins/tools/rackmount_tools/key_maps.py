@@ -20,8 +20,8 @@ from torch import Tensor
 from rackmount_registry.attention import KeyMaps
 from rackmount_registry.errors import RackmountError
 
-LEAST_KEYS = 4
-"""Keys for each of their features: what fewer have not seen may end beyond the scales."""
+LEAST_KEYS = 24
+"""Keys for each of their features. With 12 maps did SmolLM2 harm, with 24 they paid."""
 FLOOR = 1e-6
 """Least moment of a direction, of the largest: other text may know what this one lacks."""
 
@@ -48,7 +48,7 @@ class Moments:
         if self._num_keys < least:
             raise RackmountError(
                 f"the data has {self._num_keys} keys a layer, tokens times KV heads, and maps need "
-                f"{least} or more; give a longer text"
+                f"{least} or more; give a longer text, or take more tokens of it"
             )
         return best_maps(self._q, self._k)
 
