@@ -150,5 +150,5 @@ def test_a_scale_of_values_does_not_serve_mapped_keys(folder: Path) -> None:
 
     edit_tensors(folder, add)
     cache = KVCache(dtype=FP8, key_map_names=key_map_names)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_scale is not in the check"):
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.k_scale is not in the check"):
         mount_reference(folder, kv_cache=cache)

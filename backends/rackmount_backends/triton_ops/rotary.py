@@ -17,7 +17,7 @@ MANY_TOKENS = 128
 MAX_ELEMENTS = 8192
 MAX_WARPS = 8
 MAPPING_WARPS = 4
-"""With fewer a matrix of 128 x 128 takes more registers than a thread has."""
+"""They halve the registers of a thread that two take where a head has 128 features; not timed."""
 FP8_MAX = tl.constexpr(448.0)
 LEAST = tl.constexpr(16)
 """Rows, and columns, that `tl.dot` takes."""

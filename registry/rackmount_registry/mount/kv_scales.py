@@ -80,7 +80,11 @@ def read_kv_scales(draft: Draft, checkpoint: Checkpoint, device: torch.device) -
             if bool(checkpoint.read(name).any()):
                 file = checkpoint.tensors[name].file
                 raise CheckpointError(f"{name} in {file} must be 0: an FP8 KV cache has no other")
-        if not found.k and cache.key_map_names is not None:
+        if (
+            not found.k
+            and cache.key_map_names
+            and cache.key_map_names(layer.path.rpartition(".")[0])
+        ):
             raise CheckpointError(
                 f"{layer.sibling('k_scale')} is not in the checkpoint, whose quantization_config "
                 "maps keys: a scale of values does not serve them"
