@@ -41,10 +41,11 @@ def unmet_names(rack: Rack) -> list[str]:
 
 
 def kv_scales(rack: Rack) -> list[str]:
-    """Where the scales of an FP8 KV cache come from; nothing of another cache."""
-    cache = rack.draft.kv_cache
+    """Where the scales of an FP8 KV cache come from, or that those of the checkpoint are left."""
+    cache, scheme = rack.draft.kv_cache, rack.draft.scheme
     if cache.dtype != FP8:
-        return []
+        left = f"KV cache in {dtype_name(cache.dtype)}: the checkpoint's FP8 scales are not used"
+        return [left] if scheme and scheme.kv_cache else []
     of = "one for each KV head" if cache.per == "head" else "one for each layer"
     source = f"the checkpoint's, {of}" if cache.scale is None else f"{cache.scale} for all"
     mapped = "" if cache.key_map_names is None else "; keys and queries mapped"

@@ -181,6 +181,10 @@ def test_maps_go_with_the_scales_that_were_found_without_them(llama: Path, tmp_p
     with Engine(tmp_path / "1", manager=plugins(), max_model_len=64, device="cpu") as engine:
         assert any("keys and queries mapped" in line for line in kv_scales(engine.rack))
         assert all(layer.key_maps is not None for layer in engine.rack.draft.attention)
+    given = {"max_model_len": 64, "device": "cpu", "kv_cache_dtype": "model"}
+    with Engine(tmp_path / "1", manager=plugins(), **given) as engine:
+        left = ["KV cache in float32: the checkpoint's FP8 scales are not used"]
+        assert kv_scales(engine.rack) == left
 
 
 WEIGHTS = {
