@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -43,6 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where temporary files go, for this test and what it starts; not pytest's own folder, since a
     socket's path may have 107 bytes."""
+    for thread in threading.enumerate():
+        if thread.name == "grammar":  # of the test before: what it imports is open in between
+            thread.join()
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("TMPDIR", name)
         monkeypatch.setattr(tempfile, "tempdir", name)
