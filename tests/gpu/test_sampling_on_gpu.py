@@ -141,3 +141,10 @@ def test_a_captured_sampling_is_the_eager_one(block: int, monkeypatch: pytest.Mo
         tokens.append(token_ids.tolist())
     found = {token for step in tokens for token in step}
     assert -1 in found and len(found) > 40
+
+
+def test_an_upload_is_of_the_array_as_it_was() -> None:
+    array = np.arange(1000)
+    tensor = upload(array, torch.device("cuda"))
+    array[:] = 0
+    assert tensor.tolist() == list(range(1000))

@@ -6,13 +6,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.device import fetch
 from rackmount.execution.batch import PersistentBatch
 from rackmount.execution.messages import StepResult
 from rackmount.sampling.logprobs import LogprobTensors
 from rackmount.sampling.request import SamplingRequest, TokenLogprobs
 
 Owner = tuple[str, SamplingRequest]
+
+
+def fetch(tensor: Tensor) -> Tensor:
+    """The tensor on the host, to be read once the stream has come so far. Waits for nothing."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)
 
 
 def fetch_logprobs(tensors: LogprobTensors) -> LogprobTensors:

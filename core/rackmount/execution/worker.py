@@ -6,13 +6,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount.device import arrival, await_fetched, fetch, upload
+from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount.execution.messages import MAX_IN_FLIGHT
-from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch_logprobs
+from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
 from rackmount.execution.profile import Profile, profile
 from rackmount.execution.runner import Runner
 from rackmount.execution.saturation import Saturation, measure
@@ -128,7 +128,6 @@ class Worker:
         graph = graphs.replay(flat)
         self._prepare(flat)
         sampling = graph.plain if sampler.is_plain(rows) else graph.processed
-        await_fetched(self.rack.device)  # `token_ids` of the step before lie in the same place
         sampling.graph.replay()
         logprobs = sampler.logprobs(graph.logits, rows, sampling.token_ids)
         return self._pend(flat, sampling.token_ids, logprobs, {})
@@ -143,7 +142,7 @@ class Worker:
             tensors, hidden = self._runner.hidden(flat, of_all=of_all)
         prompts = self._prompt_logprobs(plan, flat, hidden)
         if not flat.sample_rows.size:
-            return PendingStep(self.batch, None, prompts, arrival(self.rack.device))
+            return PendingStep(self.batch, None, prompts, self._mark())
         if of_all:
             hidden = hidden.index_select(0, tensors.logits_indices)
         sampler, rows = self._sampler, flat.sample_rows
@@ -180,7 +179,15 @@ class Worker:
             owners=[self._requests[row] for row in flat.sample_rows.tolist()],
             logprobs=fetch_logprobs(logprobs) if logprobs else None,
         )
-        return PendingStep(self.batch, sampled, prompts, arrival(self.rack.device))
+        return PendingStep(self.batch, sampled, prompts, self._mark())
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """What tells that everything until now has run; None where it has."""
+        if self.rack.device.type == "cpu":
+            return None
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch's own
+        event.record()
+        return event
 
     def _apply(self, plan: StepPlan) -> None:
         self.batch.apply(plan)
