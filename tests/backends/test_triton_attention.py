@@ -17,7 +17,6 @@ from tests.helpers.interpreter import mend_casts, mend_loops
 from rackmount_backends.triton_attention import backend
 from rackmount_backends.triton_attention import decode as decode_module
 from rackmount_backends.triton_attention.backend import TritonAttention
-from rackmount_backends.triton_attention.decode import num_programs
 from rackmount_backends.triton_attention.prefill import list_tiles
 from rackmount_registry.attention import AttentionParams
 
@@ -32,10 +31,10 @@ make_case = partial(
 
 @pytest.fixture(autouse=True)
 def small_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two multiprocessors: enough to cut requests into shares, few enough for the interpreter."""
+    """Eight multiprocessors: enough to cut requests into parts, few enough for the interpreter."""
     mend_loops(monkeypatch)
     mend_casts(monkeypatch)
-    monkeypatch.setattr(backend, "num_processors", lambda device: 2)
+    monkeypatch.setattr(backend, "num_processors", lambda device: 8)
     monkeypatch.setattr(decode_module, "widen_pairs", widen_pairs_plainly)
 
 
@@ -111,21 +110,53 @@ def test_queries_of_any_size_meet_an_fp8_cache(requests: list[Request], size: fl
     assert_close(replace(case, q=case.q * size))
 
 
-@pytest.mark.parametrize("lengths", [[400], [300, 5], [1, 260, 64, 65, 17], [200] * 5])
-def test_shares_of_a_request_are_merged(lengths: list[int]) -> None:
+@pytest.mark.parametrize(
+    "lengths", [[400], [300, 5], [1, 260, 64, 65, 17], [200] * 5, [1] * 9, [1, 1, 1, 700, 1]]
+)
+def test_parts_of_a_request_are_merged(lengths: list[int]) -> None:
     for fp8 in ({}, {"dtype": torch.float16, "kv_scales": ([0.01], [0.02, 0.03])}):
         case = make_case(decoding(*lengths), **fp8)
         assert_close(case)
         assert_close(case)  # the counts are back at zero
 
 
-def test_a_request_alone_is_shared_by_all_programs() -> None:
-    case = make_case(decoding(400))
+@pytest.mark.parametrize(
+    ("lengths", "parts"),
+    [
+        ([400], 4),  # 7 tiles for 4 programs: shares of 2
+        ([64 * 4], 4),
+        ([64 * 33], 4),  # of 9
+        ([100, 1, 256], 3),  # 2 + 1 + 4 tiles in shares of 2: the first two are whole
+        ([64 * 3] * 3, 0),  # 3 each: where requests are alike, shares end where they do
+        ([64 * 2] * 6, 0),  # of 4 tiles, two requests
+        ([64 * 7, 64 * 8, 64 * 7], 4),  # of 8, not of 6
+    ],
+)
+def test_programs_have_shares_of_the_same_size(lengths: list[int], parts: int) -> None:
+    case = make_case(decoding(*lengths))
     levels = case.backend._workspace.levels.fill_(float("nan"))
     case.run()
-    programs = num_programs(1, LAYER.num_kv_heads, 2)
-    assert programs > 1
-    assert int(levels.isfinite().sum()) == programs * LAYER.num_heads
+    assert int(levels.isfinite().sum()) == parts * LAYER.num_heads
+
+
+def test_a_long_request_is_not_cut_into_more_parts_than_are_worth_a_merge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(backend, "num_processors", lambda device: 64)
+    case = make_case(decoding(64 * 33))  # the root of 33 / 8 is more than 2 tiles
+    levels = case.backend._workspace.levels.fill_(float("nan"))
+    assert_close(case)
+    assert int(levels.isfinite().sum()) == 11 * LAYER.num_heads
+
+
+def test_requests_without_tokens_are_passed_over() -> None:
+    """Their rows are left as they are: nobody reads them."""
+    case = make_case(decoding(1, 70, 1, 1, 200, 1))
+    lengths = torch.tensor([0, 70, 0, 0, 200, 0], dtype=torch.int32)
+    case.batch.on_device.seq_lens.copy_(lengths)
+    out, served = case.run(), lengths > 0
+    expected = case.expected()[served]
+    torch.testing.assert_close(out[served].double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_static_batch_follows_the_lengths_on_the_device() -> None:
@@ -178,17 +209,6 @@ def test_any_batch_equals_the_definition(
         num_heads=3, num_kv_heads=num_kv_heads, head_size=16, scale=0.4, sliding_window=window
     )
     assert_close(make_case(requests, params=params, seed=seed))
-
-
-@pytest.mark.parametrize("num_requests", [1, 3, 16, 64, 256, 512])
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 8, 32])
-def test_there_are_programs_for_every_request_and_few_too_many(
-    num_kv_heads: int, num_requests: int
-) -> None:
-    slots = 132 * 3
-    programs = num_programs(num_requests, num_kv_heads, slots)
-    assert programs > num_requests
-    assert programs * num_kv_heads <= max(5 * slots, num_requests * num_kv_heads + slots)
 
 
 def test_tiles_cover_every_chunk_once_and_the_longest_context_comes_first() -> None:

@@ -11,13 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount_backends.triton_attention.decode import Workspace, decode_launch, num_programs
+from rackmount_backends.triton_attention.decode import Workspace, decode_launch
 from rackmount_backends.triton_attention.prefill import list_tiles, prefill_launch
 from rackmount_backends.triton_attention.tiles import (
     DecodeTiles,
     PrefillTiles,
     decode_tiles,
     prefill_tiles,
+    registers,
     resident_programs,
 )
 from rackmount_backends.triton_ops.operation import Launch
@@ -64,8 +65,8 @@ class TritonAttention:
         self._processors = num_processors(context.device)
         self._all = torch.arange(context.max_num_seqs, dtype=torch.int32, device=context.device)
         self._workspace = Workspace(
-            partials=max(self._rows(p) * p.num_heads * p.head_size for p in context.layers),
-            levels=max(self._rows(p) * p.num_heads for p in context.layers),
+            partials=max(2 * self._programs(p) * p.num_heads * p.head_size for p in context.layers),
+            levels=max(2 * self._programs(p) * p.num_heads for p in context.layers),
             counts=max(context.max_num_seqs * p.num_kv_heads for p in context.layers),
             device=context.device,
         )
@@ -171,28 +172,23 @@ class TritonAttention:
                 max_requests=self._context.max_num_seqs,
                 block_size=self._context.block_size,
                 workspace=self._workspace,
-                programs=self._programs(len(plan.decoding), params),
+                programs=self._programs(params),
                 tiles=self._tiles(params),
+                registers=registers(self._tiles(params), self._resident(params)),
                 pdl=self._capability >= (9, 0),
             )
 
     def _tiles(self, params: AttentionParams) -> DecodeTiles:
         return decode_tiles(params.head_size, self._context.kv_dtype.itemsize)
 
-    def _programs(self, num_requests: int, params: AttentionParams) -> int:
-        """Programs per key head of a decode launch."""
-        resident = resident_programs(
-            self._tiles(params),
-            params.head_size,
-            self._context.kv_dtype.itemsize,
-            self._capability,
-        )
-        return num_programs(num_requests, params.num_kv_heads, self._processors * resident)
+    def _resident(self, params: AttentionParams) -> int:
+        itemsize = self._context.kv_dtype.itemsize
+        tiles = self._tiles(params)
+        return resident_programs(tiles, params.head_size, itemsize, self._capability)
 
-    def _rows(self, params: AttentionParams) -> int:
-        """Shares that wait for the merge, at most."""
-        counts = range(1, self._context.max_num_seqs + 1)
-        return max(self._programs(count, params) for count in counts)
+    def _programs(self, params: AttentionParams) -> int:
+        """Programs per key head of a decode launch: as many as the GPU holds at once."""
+        return max(1, self._processors * self._resident(params) // params.num_kv_heads)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         """On the device, without waiting for it."""

@@ -1,10 +1,11 @@
 """Decoding: one query token per request, its context shared out among programs.
 
-The work is cut into shares on the device, by the lengths that it finds there, so that a captured
-launch fits whatever lengths it is replayed with: tiles of keys are counted, and a request of t
-tiles gets about t / c shares, with c the least for which all shares find a program. A request of
-one share is written out at once. Otherwise the program that ends last merges the shares, in their
-order, so that results do not depend on which one that is.
+The work is cut on the device, by the lengths that it finds there, so that a captured launch fits
+whatever lengths it is replayed with: the tiles of keys of all requests, one request after the
+other, are cut into shares of the same size, wherever requests begin (stream-K, arXiv 2301.03598).
+So all programs end together, in one wave. A request that lies in one share is written out at once.
+Otherwise the program that ends last merges its parts, in their order, so that results do not depend
+on which one that is.
 
 There is one compiled kernel for each kind of layer, whatever the number of requests: every program
 looks at as many lengths as the engine may have requests.
@@ -29,38 +30,48 @@ from rackmount_backends.triton_attention.tiles import DecodeTiles, padded
 from rackmount_backends.triton_ops.operation import Launch
 from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
-NUM_LEVELS = tl.constexpr(8)
-"""Sizes of a share that are tried, a third of an octave apart; the last one cuts nothing."""
+TILES_TO_MERGE = tl.constexpr(8)
+"""Parts of a request that are merged in the time in which a program meets a tile of keys."""
 MERGED_AT_ONCE = 8192
-"""Partial sums in registers while shares are merged."""
-MOST_MERGED = 16
-"""Shares at once: the kernel is unrolled over them."""
+"""Partial sums in registers while parts are merged."""
+MOST_MERGED = 12
+"""Parts at once: the kernel is unrolled over them."""
 
 
 @triton.jit
-def _num_shares(tiles, share):
-    """Shares of about `share` tiles that `tiles` are cut into: at least one, none empty."""
-    return tl.minimum(tl.maximum((tiles / share + 0.99).to(tl.int32), 1), tiles)
+def _share_of(tiles, longest, num_requests, num_programs):
+    """Tiles of a share: all `tiles` over the programs. More where requests are about as long as the
+    `longest`, so that shares end where requests do; and of a long request so many that meeting a
+    share takes no less than merging all of them."""
+    share = tl.maximum(tl.cdiv(tiles, num_programs), 1)
+    if (num_requests > 1) & (longest * num_requests * 8 < tiles * 9):
+        if share > longest:
+            share = tl.cdiv(share, longest) * longest
+        else:
+            share = tl.cdiv(longest, longest // share)
+    least = tl.sqrt(longest.to(tl.float32) / TILES_TO_MERGE)
+    return tl.maximum(share, tl.ceil(least).to(tl.int32))
 
 
 @triton.jit
-def _share_out(tiles, num_programs):
-    """Shares [R] of requests with `tiles` [R], at most `num_programs` together."""
-    levels = tl.arange(0, NUM_LEVELS)
-    least = tl.maximum(tl.sum(tiles, 0).to(tl.float32) / num_programs, 1.0)
-    sizes = tl.where(levels < NUM_LEVELS - 1, least * tl.exp2(levels / 3.0), 1.0e9)
-    counts = tl.sum(_num_shares(tiles[:, None], sizes[None, :]), 0)
-    size = tl.min(tl.where(counts <= num_programs, sizes, 1.0e9), 0)
-    return _num_shares(tiles, size)
+def _request(member, requests_ptr, query_start_ptr, seq_lens_ptr, WINDOW: tl.constexpr):
+    """Index, query token, and its keys' begin and end, of one of the launch's requests."""
+    request = tl.load(requests_ptr + member)
+    token = tl.load(query_start_ptr + request)
+    seq_len = tl.load(seq_lens_ptr + request)
+    begin = seq_len * 0
+    if WINDOW is not None:
+        begin = tl.maximum(seq_len - WINDOW, 0)
+    return request, token, begin, seq_len
 
 
 @triton.jit(do_not_specialize=["num_requests", "num_programs"])
 def _decode(
     out_ptr, q_ptr, keys_ptr,
     values_ptr,  # those of an FP8 cache are int16, of `PAIR` 2 each
-    partial_ptr,  # float32 [num_programs, H, D]: mean values of a share
-    level_ptr,  # float32 [num_programs, H]: log2 of the sum of its weights
-    ended_ptr,  # int32 [R, G]: shares that ended, 0 between launches
+    partial_ptr,  # float32 [2 * num_programs, H, D]: mean values of a part; see `_merge`
+    level_ptr,  # float32 [2 * num_programs, H]: log2 of the sum of its weights
+    ended_ptr,  # int32 [R, G]: parts that ended, 0 between launches
     requests_ptr,  # int32 [num_requests]: indexes into the tables
     query_start_ptr, seq_lens_ptr, table_ptr,
     k_scale_ptr, v_scale_ptr,  # float32 [G] of an FP8 cache, or None
@@ -81,8 +92,9 @@ def _decode(
         length = tl.load(seq_lens_ptr + tl.load(requests_ptr))
         if WINDOW is not None:
             length = tl.minimum(length, WINDOW)
-        num_shares = tl.minimum(tl.cdiv(length, BLOCK_N), num_programs)
-        num_used, first_program, member = num_shares, program * 0, program * 0
+        num_tiles = tl.cdiv(length, BLOCK_N)
+        share = _share_of(num_tiles, num_tiles, 1, num_programs)
+        start, member = program * 0, program * 0
     else:
         members = tl.arange(0, BLOCK_R)
         is_member = members < num_requests
@@ -90,48 +102,105 @@ def _decode(
         lengths = tl.load(seq_lens_ptr + requests, mask=is_member, other=0)
         if WINDOW is not None:
             lengths = tl.minimum(lengths, WINDOW)
-        shares = _share_out((lengths + BLOCK_N - 1) // BLOCK_N, num_programs)
-        before = tl.cumsum(shares, 0) <= program
+        tiles = (lengths + BLOCK_N - 1) // BLOCK_N
+        num_tiles = tl.sum(tiles, 0)
+        share = _share_of(num_tiles, tl.max(tiles, 0), num_requests, num_programs)
+        before = tl.cumsum(tiles, 0) <= program * share
+        start = tl.sum(tl.where(before, tiles, 0), 0)  # the request's first tile
         member = tl.sum(before.to(tl.int32), 0)
-        first_program = tl.sum(tl.where(before, shares, 0), 0)
-        num_shares = tl.sum(tl.where(members == member, shares, 0), 0)
-        num_used = tl.sum(shares, 0)
-    if program >= num_used:
+    first = program * share
+    last = tl.minimum(first + share, num_tiles)
+    if first >= last:
         return
-
-    request = tl.load(requests_ptr + member)
-    token = tl.load(query_start_ptr + request)
-    seq_len = tl.load(seq_lens_ptr + request)
-    begin = 0
-    if WINDOW is not None:
-        begin = tl.maximum(seq_len - WINDOW, 0)
-    num_tiles = tl.cdiv(seq_len - begin, BLOCK_N)
-    share = program - first_program
-    start = begin + (share * num_tiles // num_shares) * BLOCK_N
-    stop = tl.minimum(begin + ((share + 1) * num_tiles // num_shares) * BLOCK_N, seq_len)
 
     columns = tl.arange(0, BLOCK_D)
     keys_base = keys_ptr + head * HEAD_SIZE
     values_base = values_ptr + head * (HEAD_SIZE // PAIR)
-    value_columns = tl.arange(0, BLOCK_D // PAIR)
-    table = table_ptr + request.to(tl.int64) * table_stride
+    rows = tl.arange(0, BLOCK_H)
+    heads = head * GROUP + rows
+    num_heads = tl.num_programs(0) * GROUP
+    fits = (rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :]
+    request, token, begin, seq_len = _request(
+        member, requests_ptr, query_start_ptr, seq_lens_ptr, WINDOW
+    )
     offsets = tl.arange(0, BLOCK_N)
-    places = tl.minimum(start + offsets, stop - 1)
-    blocks = block_ids(table, places, BLOCK_SIZE)
-
+    at = begin + (first - start) * BLOCK_N
+    blocks = _first_blocks(table_ptr, request, table_stride, at, seq_len, BLOCK_SIZE, BLOCK_N)
     if PDL:
         # All but the newest token's are there already; that one's is written to L2, too.
+        places = tl.minimum(at + offsets, seq_len - 1)
         call_slots(keys_base, blocks, places, slot_stride, BLOCK_SIZE, HEAD_SIZE)
         call_slots(values_base, blocks, places, slot_stride // PAIR, BLOCK_SIZE, HEAD_SIZE // PAIR)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    rows = tl.arange(0, BLOCK_H)
-    q_at = (head * GROUP + rows)[:, None] * q_head_stride + columns[None, :]
-    q = tl.load(
-        q_ptr + token.to(tl.int64) * q_token_stride + q_at,
-        mask=(rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
+    now = first
+    while now < last:
+        end = start + tl.cdiv(seq_len - begin, BLOCK_N)
+        until = tl.minimum(end, last)
+        # What is needed of the next request is on its way while this one's keys are met.
+        following = tl.minimum(member + 1, num_requests - 1)
+        its_request, its_token, its_begin, its_len = _request(
+            following, requests_ptr, query_start_ptr, seq_lens_ptr, WINDOW
+        )
+        q = tl.load(
+            q_ptr + token.to(tl.int64) * q_token_stride
+            + heads[:, None] * q_head_stride + columns[None, :],
+            mask=fits,
+            other=0.0,
+        )  # fmt: skip
+        out, level = _meet(
+            q, keys_base, values_base, table_ptr + request.to(tl.int64) * table_stride, blocks,
+            k_scale_ptr, v_scale_ptr, head, begin + (now - start) * BLOCK_N,
+            tl.minimum(begin + (until - start) * BLOCK_N, seq_len), slot_stride,
+            SCALE, SOFT_CAP, HEAD_SIZE, BLOCK_SIZE, BLOCK_N, PAIR,
+        )  # fmt: skip
+        blocks = _first_blocks(
+            table_ptr, its_request, table_stride, its_begin, its_len, BLOCK_SIZE, BLOCK_N
+        )
+        out_base = out_ptr + token.to(tl.int64) * (num_heads * HEAD_SIZE)
+        inner = heads[:, None] * HEAD_SIZE + columns[None, :]
+        if until > now:  # a request may have no token
+            if (start >= first) & (end <= last):
+                tl.store(out_base + inner, out.to(out_ptr.dtype.element_ty), mask=fits)
+            else:
+                slot = 2 * program + (start >= first)
+                tl.store(partial_ptr + slot * num_heads * HEAD_SIZE + inner, out, mask=fits)
+                tl.store(level_ptr + slot * num_heads + heads, level, mask=rows < GROUP)
+                ended = ended_ptr + member * tl.num_programs(0) + head
+                parts = (end - 1) // share - start // share + 1
+                tl.debug_barrier()  # all of the above comes before the count
+                if tl.atomic_add(ended, 1, sem="acq_rel") == parts - 1:
+                    tl.store(ended, 0)
+                    _merge(
+                        out_base, partial_ptr, level_ptr, start // share, parts, head * GROUP,
+                        num_heads, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, BLOCK_S,
+                    )  # fmt: skip
+        now, start, member = until, end, following
+        request, token, begin, seq_len = its_request, its_token, its_begin, its_len
+
+
+@triton.jit
+def _first_blocks(
+    table_ptr, request, table_stride, start, seq_len, BLOCK_SIZE: tl.constexpr, N: tl.constexpr
+):  # fmt: skip
+    """Blocks of a request's tokens `start` to `start + N - 1`, the last ones more than once where
+    it is shorter; if it has no tokens, any."""
+    places = tl.maximum(tl.minimum(start + tl.arange(0, N), seq_len - 1), 0)
+    return block_ids(table_ptr + request.to(tl.int64) * table_stride, places, BLOCK_SIZE)
+
+
+@triton.jit
+def _meet(
+    q, keys_base, values_base, table, blocks, k_scale_ptr, v_scale_ptr, head, start, stop,
+    slot_stride, SCALE: tl.constexpr, SOFT_CAP: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    """Mean values [M, D] over the tokens `start` to `stop - 1` of a sequence, for q [M, D], and
+    log2 of the sum of their weights [M]. `blocks` [N] are of the first tile."""
+    BLOCK_H: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    offsets, columns = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    value_columns = tl.arange(0, BLOCK_D // PAIR)
     scale = SCALE
     if k_scale_ptr is not None:
         q, power = fit_queries(q)
@@ -163,25 +232,7 @@ def _decode(
     out = out / total[:, None]
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + head)
-
-    heads = head * GROUP + rows
-    num_heads = tl.num_programs(0) * GROUP
-    fits = (rows < GROUP)[:, None] & (columns < HEAD_SIZE)[None, :]
-    out_base = out_ptr + token.to(tl.int64) * (num_heads * HEAD_SIZE)
-    at = heads[:, None] * HEAD_SIZE + columns[None, :]
-    if num_shares == 1:
-        tl.store(out_base + at, out.to(out_ptr.dtype.element_ty), mask=fits)
-    else:
-        tl.store(partial_ptr + program * num_heads * HEAD_SIZE + at, out, mask=fits)
-        tl.store(level_ptr + program * num_heads + heads, top + tl.log2(total), mask=rows < GROUP)
-        ended = ended_ptr + member * tl.num_programs(0) + head
-        tl.debug_barrier()  # all of the above comes before the count
-        if tl.atomic_add(ended, 1, sem="acq_rel") == num_shares - 1:
-            tl.store(ended, 0)
-            _merge(
-                out_base, partial_ptr, level_ptr, first_program, num_shares, head * GROUP,
-                num_heads, GROUP, HEAD_SIZE, BLOCK_G, BLOCK_D, BLOCK_S,
-            )  # fmt: skip
+    return out, top + tl.log2(total)
 
 
 @triton.jit
@@ -190,9 +241,10 @@ def _merge(
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Writes the mean values over the shares `first` to `first + count - 1`, for one key head's
-    query heads. The loads go past the first cache, which does not see other multiprocessors'
-    stores."""
+    """Writes the mean values over the parts of a request, for one key head's query heads. They are
+    of the programs `first` to `first + count - 1`: each has two places, one for a request that it
+    goes on with and one for a request that it begins, as only the first does. The loads go past the
+    first cache, which does not see other multiprocessors' stores."""
     columns = tl.arange(0, BLOCK_D)
     heads = tl.arange(0, BLOCK_G)
     out = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -201,9 +253,10 @@ def _merge(
     for start in range(0, count, BLOCK_S):
         # One by one, but all on their way at once: nothing has to change threads.
         levels, partials = (), ()
-        for share in tl.static_range(BLOCK_S):
-            rows = (first + start + share) * num_heads + first_head + heads
-            fits = (start + share < count) & (heads < GROUP)
+        for part in tl.static_range(BLOCK_S):
+            slot = 2 * (first + start + part) + (start + part == 0)
+            rows = slot * num_heads + first_head + heads
+            fits = (start + part < count) & (heads < GROUP)
             level = tl.load(level_ptr + rows, mask=fits, other=HIDDEN, cache_modifier=".cg")
             levels += (level,)  # type: ignore[assignment]  # a tuple of no fixed length
             at = partial_ptr + rows[:, None] * HEAD_SIZE + columns[None, :]
@@ -211,15 +264,15 @@ def _merge(
             partial = tl.load(at, mask=fits, other=0.0, cache_modifier=".cg")
             partials += (partial,)  # type: ignore[assignment]
         new_top = top
-        for share in tl.static_range(BLOCK_S):
-            new_top = tl.maximum(new_top, levels[share])
+        for part in tl.static_range(BLOCK_S):
+            new_top = tl.maximum(new_top, levels[part])
         shrink = tl.exp2(top - new_top)
         total *= shrink
         out *= shrink[:, None]
-        for share in tl.static_range(BLOCK_S):
-            weight = tl.exp2(levels[share] - new_top)
+        for part in tl.static_range(BLOCK_S):
+            weight = tl.exp2(levels[part] - new_top)
             total += weight
-            out += partials[share] * weight[:, None]
+            out += partials[part] * weight[:, None]
         top = new_top
     tl.store(
         out_base + (first_head + heads)[:, None] * HEAD_SIZE + columns[None, :],
@@ -229,24 +282,13 @@ def _merge(
 
 
 class Workspace:
-    """Where shares are left for the merge; one launch at a time uses it."""
+    """Where parts are left for the merge; one launch at a time uses it."""
 
     def __init__(self, partials: int, levels: int, counts: int, device: torch.device) -> None:
         """So many numbers of each kind at most."""
         self.partials = torch.empty(partials, dtype=torch.float32, device=device)
         self.levels = torch.empty(levels, dtype=torch.float32, device=device)
         self.ended = torch.zeros(counts, dtype=torch.int32, device=device)
-
-
-def num_programs(num_requests: int, num_kv_heads: int, slots: int) -> int:
-    """Programs per key head for a batch, on a GPU that holds `slots` programs at once.
-
-    Few requests are cut so as to fill the GPU once. More make several waves, so that the last one
-    is short; many are left whole, with some programs to spare for those that are much longer than
-    others.
-    """
-    waves = min(4, -(-3 * num_requests * num_kv_heads // slots))
-    return max(-(-waves * slots // num_kv_heads), num_requests + -(-slots // (2 * num_kv_heads)))
 
 
 def decode_launch(
@@ -263,6 +305,7 @@ def decode_launch(
     workspace: Workspace,
     programs: int,
     tiles: DecodeTiles,
+    registers: int,
     pdl: bool,
 ) -> Launch:
     """What writes out [T, H, D] for the one token of each of the `requests` (int32 [R']), which
@@ -309,5 +352,6 @@ def decode_launch(
         "launch_pdl": pdl,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
+        "maxnreg": registers,
     }
     return _decode, (params.num_kv_heads, programs), given

@@ -44,15 +44,14 @@ def padded(size: int) -> int:
 def decode_tiles(head_size: int, itemsize: int) -> DecodeTiles:
     """`itemsize` bytes an element of the cache.
 
-    Of ten measured on an H200 in bfloat16 with head size 128, these are the best or within 2 % of
-    it for 1 to 256 requests of 1024 to 32768 tokens; other sizes follow by analogy: a byte of an
-    FP8 cache is twice the arithmetic, and gets twice the warps.
+    Of those measured on an H200 in bfloat16 with head size 128, these are the best or within 2 % of
+    it for 1 to 256 requests of 1024 to 32768 tokens; other sizes follow by analogy.
     """
-    if itemsize == 1:
-        block_n = 128 if padded(head_size) <= 128 else 64
-        return DecodeTiles(block_n=block_n, num_warps=4, num_stages=3)
-    block_n = 64 if padded(head_size) * itemsize <= 256 else 32
-    return DecodeTiles(block_n=block_n, num_warps=2, num_stages=3)
+    most_bytes = 128 if itemsize == 1 else 256
+    block_n = 128 if itemsize == 1 else 64
+    if padded(head_size) * itemsize > most_bytes:
+        block_n //= 2
+    return DecodeTiles(block_n=block_n, num_warps=4, num_stages=3)
 
 
 def resident_programs(
@@ -63,6 +62,12 @@ def resident_programs(
     shared = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
     most = MOST_FP8_WARPS if itemsize == 1 else MOST_WARPS
     return max(1, min(most // tiles.num_warps, shared // held))
+
+
+def registers(tiles: DecodeTiles, resident: int) -> int:
+    """Of a thread of the decode kernel, at most: more, and a multiprocessor (65536 registers from
+    compute capability 7.0 on) would not hold so many programs."""
+    return min(255, 65536 // (32 * tiles.num_warps * resident) // 8 * 8)
 
 
 def prefill_tiles(
