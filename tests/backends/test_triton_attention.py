@@ -127,9 +127,7 @@ def test_parts_of_a_request_are_merged(lengths: list[int]) -> None:
         ([64 * 4], 4),
         ([64 * 33], 4),  # of 9
         ([100, 1, 256], 3),  # 2 + 1 + 4 tiles in shares of 2: the first two are whole
-        ([64 * 3] * 3, 0),  # 3 each: where requests are alike, shares end where they do
-        ([64 * 2] * 6, 0),  # of 4 tiles, two requests
-        ([64 * 7, 64 * 8, 64 * 7], 4),  # of 8, not of 6
+        ([64 * 3] * 8, 0),  # of 6 tiles, two requests
     ],
 )
 def test_programs_have_shares_of_the_same_size(lengths: list[int], parts: int) -> None:

@@ -39,18 +39,11 @@ MOST_MERGED = 12
 
 
 @triton.jit
-def _share_of(tiles, longest, num_requests, num_programs):
-    """Tiles of a share: all `tiles` over the programs. More where requests are about as long as the
-    `longest`, so that shares end where requests do; and of a long request so many that meeting a
-    share takes no less than merging all of them."""
-    share = tl.maximum(tl.cdiv(tiles, num_programs), 1)
-    if (num_requests > 1) & (longest * num_requests * 8 < tiles * 9):
-        if share > longest:
-            share = tl.cdiv(share, longest) * longest
-        else:
-            share = tl.cdiv(longest, longest // share)
+def _share_of(tiles, longest, num_programs):
+    """Tiles of a share: all `tiles` over the programs, but of a long request so many that meeting
+    a share takes no less than merging all of them."""
     least = tl.sqrt(longest.to(tl.float32) / TILES_TO_MERGE)
-    return tl.maximum(share, tl.ceil(least).to(tl.int32))
+    return tl.maximum(tl.cdiv(tiles, num_programs), tl.ceil(least).to(tl.int32))
 
 
 @triton.jit
@@ -93,7 +86,7 @@ def _decode(
         if WINDOW is not None:
             length = tl.minimum(length, WINDOW)
         num_tiles = tl.cdiv(length, BLOCK_N)
-        share = _share_of(num_tiles, num_tiles, 1, num_programs)
+        share = _share_of(num_tiles, num_tiles, num_programs)
         start, member = program * 0, program * 0
     else:
         members = tl.arange(0, BLOCK_R)
@@ -104,7 +97,7 @@ def _decode(
             lengths = tl.minimum(lengths, WINDOW)
         tiles = (lengths + BLOCK_N - 1) // BLOCK_N
         num_tiles = tl.sum(tiles, 0)
-        share = _share_of(num_tiles, tl.max(tiles, 0), num_requests, num_programs)
+        share = _share_of(num_tiles, tl.max(tiles, 0), num_programs)
         before = tl.cumsum(tiles, 0) <= program * share
         start = tl.sum(tl.where(before, tiles, 0), 0)  # the request's first tile
         member = tl.sum(before.to(tl.int32), 0)
