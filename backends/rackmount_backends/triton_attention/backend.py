@@ -175,7 +175,6 @@ class TritonAttention:
                 programs=self._programs(params),
                 tiles=self._tiles(params),
                 registers=registers(self._tiles(params), self._resident(params)),
-                pdl=self._capability >= (9, 0),
             )
 
     def _tiles(self, params: AttentionParams) -> DecodeTiles:

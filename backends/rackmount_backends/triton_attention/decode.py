@@ -29,6 +29,7 @@ from rackmount_backends.triton_attention.online_softmax import (
 from rackmount_backends.triton_attention.tiles import DecodeTiles, padded
 from rackmount_backends.triton_ops.operation import Launch
 from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
+from rackmount_registry.device.launch import launch_options
 
 TILES_TO_MERGE = tl.constexpr(8)
 """Parts of a request that are merged in the time in which a program meets a tile of keys."""
@@ -299,7 +300,6 @@ def decode_launch(
     programs: int,
     tiles: DecodeTiles,
     registers: int,
-    pdl: bool,
 ) -> Launch:
     """What writes out [T, H, D] for the one token of each of the `requests` (int32 [R']), which
     were on the device before the layer's product. q [T, H, D] has rows of D elements in a row."""
@@ -341,10 +341,9 @@ def decode_launch(
         "BLOCK_D": block_d,
         "BLOCK_S": min(MOST_MERGED, max(1, MERGED_AT_ONCE // (block_g * block_d))),
         "PAIR": 1 if scales is None else 2,
-        "PDL": pdl,
-        "launch_pdl": pdl,
         "num_warps": tiles.num_warps,
         "num_stages": tiles.num_stages,
         "maxnreg": registers,
+        **launch_options(q.device),
     }
     return _decode, (params.num_kv_heads, programs), given
