@@ -48,15 +48,24 @@ from rackmount_quant.kernels.linear import Prepared
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.rounded_linear import RoundedProduct
 from rackmount_quant.kernels.rounding import RoundedRows, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS, Tiling
+from rackmount_quant.kernels.tuning import BUCKETS, RowTiling, Tiling
 from rackmount_registry.formats import EPILOGUES, Weight
 
 ROWS = (0, 1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 256, 1000)
-BOUNDS = {"few": 5e-3, "many": 1e-2, "rounded": 0.1, "few rounded": 0.1}
+BOUNDS = {
+    "few": 5e-3,
+    "row": 5e-3,
+    "row, in a loop": 5e-3,
+    "many": 1e-2,
+    "rounded": 0.1,
+    "few rounded": 0.1,
+}
 """Relative errors that rounding explains: of the product; of the weight, too; of the input."""
 
 CHECKED = Tiling(64, 128, 3, stages=4, warps=4, prefetch=2, registers=None)
 """How few rounded rows are checked: with blocks of two tiles in a program, and shared tiles."""
+CHECKED_ROWS = {"row": RowTiling(16, 32, 4), "row, in a loop": RowTiling(8, 2, 2)}
+"""How one row is checked: with all columns at once, and step by step."""
 
 ODD: dict[str, Callable[[], Weight]] = {
     "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
@@ -123,6 +132,9 @@ def ways_of(prepared: Prepared, epilogue: str, rows: int) -> dict[str, Prepared]
             ways["few rounded"] = forced(prepared, CHECKED, rounded=True)
     if prepared.tiling(epilogue, rows) is None:
         del ways["few"]
+    if rows == 1 and tuning.block_k_of(prepared.packed) is not None:
+        exact = replace(prepared, many=None)
+        ways |= {way: forced(exact, tiling) for way, tiling in CHECKED_ROWS.items()}
     return ways
 
 
@@ -133,12 +145,13 @@ def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
         for r in rows:
             choose = tuning.choose_rounded if FORMATS[form].rounded else tuning.choose
             way = choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
-            tiling = way if isinstance(way, Tiling) else None
+            tiling = way if isinstance(way, Tiling | RowTiling) else None
             few = bench.us(form, n, k, r, epilogues[0], tiling) if tiling else float("inf")
             many = bench.us(form, n, k, r, epilogues[0], None)
             rate = bytes_of(first) / few * 1e6
+            kind = "row" if isinstance(tiling, RowTiling) else "few"
             print(
-                f"{form:<12}{name:<8}{n:>6} x {k:<6}{epilogues[0]:<9}{r:>4} few {few:>7.2f} us "
+                f"{form:<12}{name:<22}{n:>6} x {k:<6}{epilogues[0]:<9}{r:>4} {kind} {few:>7.2f} us "
                 f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, many {many:>7.2f} us "
                 f"{tiling and list(asdict(tiling).values())}",
                 flush=True,
@@ -152,7 +165,7 @@ def show_many(formats: list[str], shapes: dict, rows: list[int]) -> None:
             x = torch.randn(r, k, dtype=DTYPE, device="cuda")
             weight = torch.randn(n, k, dtype=DTYPE, device="cuda") / k**0.5
             us = graph_us([partial(F.linear, x, weight)] * 4, 3)
-            print(f"{name:<8}{n:>6} x {k:<6}{r:>6} bf16 {us:>8.1f} us {_rate(r, n, k, us)}")
+            print(f"{name:<22}{n:>6} x {k:<6}{r:>6} bf16 {us:>8.1f} us {_rate(r, n, k, us)}")
             for form in formats:
                 prepared = bench.copies(form, n, k)[0]
                 us = bench.us(form, n, k, r, epilogues[0], None)
@@ -206,7 +219,7 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     formats = args.formats.split(",")
     shapes = {
-        name: shape
+        f"{model} {name}": shape
         for model in args.shapes.split(",")
         for name, shape in MODELS[model].items()
         if name != "head"

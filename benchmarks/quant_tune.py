@@ -5,11 +5,11 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import asdict, astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -17,13 +17,15 @@ from decode_gemm import CEILING, SHARED_MEMORY, serialize
 from quant_weights import DTYPE, FORMATS, Bench, bytes_of
 
 from rackmount_quant.kernels import tuning
-from rackmount_quant.kernels.few_rows import few_rows_kernel
 from rackmount_quant.kernels.linear import Prepared, plan
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import Tiling
+from rackmount_quant.kernels.tuning import RowTiling, Tiling
 from rackmount_registry.device.launch import launch_options
 
+T = TypeVar("T", Tiling, RowTiling)
+
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
+    8: ((64, 4, None), (128, 4, None), (64, 2, None), (128, 2, None), (32, 2, None)),
     16: ((64, 4, None), (128, 4, 128), (64, 2, None), (128, 2, None), (256, 8, 128)),
     32: ((64, 4, None), (128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
     64: ((64, 4, None), (128, 4, None), (128, 8, None), (256, 8, None), (256, 16, None)),
@@ -36,6 +38,14 @@ LEAST_PROGRAMS, MOST_PROGRAMS = 0.7, 8
 """An SM."""
 FEWEST_BYTES_IN_FLIGHT = 32 << 10
 """Of an SM: less cannot hide the memory's latency."""
+
+
+ROW_CUTS = tuple(itertools.product((4, 8, 16, 32), (2, 4, 8)))
+"""block_n, warps of programs for one row."""
+ROW_STEPS = (8, 16, 32)
+"""Blocks at a time, beside all."""
+LEAST_BYTES, MOST_BYTES, MOST_LOOPED_BYTES = 32, 512, 128
+"""Of words that a thread of those has at a time; in a loop it loads as many ahead."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +87,23 @@ def candidates(problem: Problem, first: Prepared, num_sms: int) -> Iterator[Tili
                 yield tiling
 
 
-def build(packed: Packed, problem: Problem, tiling: Tiling) -> None:
+def row_candidates(problem: Problem, first: Prepared) -> Iterator[RowTiling]:
+    """Cuts of the weight for one row; in a loop a thread has the same columns of all its rows."""
+    packed = first.packed
+    width = tuning.block_k_of(packed)
+    if width is None or problem.rows != 1 or FORMATS[problem.form].rounded is not None:
+        return
+    whole = triton.next_power_of_2(-(-problem.k // width))
+    block_bytes = width // packed.per_word * 4
+    for (block_n, warps), step in itertools.product(ROW_CUTS, sorted({*ROW_STEPS, whole})):
+        read = block_n * step * block_bytes // (32 * warps)
+        most = MOST_BYTES if step == whole else MOST_LOOPED_BYTES
+        alike = step == whole or step * block_bytes >= 16 * 32 * warps
+        if step <= whole and alike and LEAST_BYTES <= read <= most:
+            yield RowTiling(block_n, step, warps)
+
+
+def build(packed: Packed, problem: Problem, tiling: Tiling | RowTiling) -> None:
     """Compiles a kernel into Triton's cache on disk; in a process of its own."""
     meta, silu = torch.device("meta"), problem.epilogue == "silu_mul"
     arrivals = torch.empty(packed.n, dtype=torch.int32, device=meta)
@@ -88,13 +114,15 @@ def build(packed: Packed, problem: Problem, tiling: Tiling) -> None:
     out = torch.empty((problem.rows, columns), dtype=DTYPE, device=meta)
     residual = out if problem.epilogue == "add" else None
     given = x if rounding is None else rounding.empty(x)
-    grid, arguments = plan(tiling, given, prepared, None, residual, out, silu)
+    kernel, grid, arguments = plan(tiling, given, prepared, None, residual, out, silu)
     arguments |= launch_options(torch.device("cuda")) | {"COMPILED": True}
-    few_rows_kernel.warmup(grid=grid, **arguments)
+    kernel.warmup(grid=grid, **arguments)
 
 
-def key(problem: Problem, tiling: Tiling) -> tuple[Any, ...]:
+def key(problem: Problem, tiling: Tiling | RowTiling) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
+    if isinstance(tiling, RowTiling):
+        return problem.form, problem.k, tiling, problem.epilogue
     parts = triton.next_power_of_2(tiling.parts(problem.k))
     aligned, even = tiling.aligned(problem.k), problem.k % tiling.block_k == 0
     block_m, whole = tuning.block_m(problem.rows), replace(tiling, share=0)
@@ -107,7 +135,7 @@ def on_meta(packed: Packed) -> Packed:
     return replace(packed, **{n: t if t is None else t.to("meta") for n, t in tensors.items()})
 
 
-ANCHORS = (8, 32, 64, 128, 256)
+ANCHORS = (8, 16, 32, 64, 128, 256)
 """Buckets that are searched, one for each number of tokens a tile; the others take what is best
 there."""
 NAMED_FAILURES = 3
@@ -122,18 +150,26 @@ class Search:
         self.pool = pool
         self.seconds = seconds
         self.start = time.monotonic()
-        self.rankings: dict[Problem, dict[Tiling, float]] = {}
+        self.rankings: dict[Problem, dict[Tiling | RowTiling, float]] = {}
         self.many_us: dict[Problem, float] = {}
 
     def first(self, problem: Problem) -> Prepared:
         return self.bench.copies(problem.form, problem.n, problem.k)[0]
 
-    def best(self, problem: Problem, count: int) -> list[Tiling]:
-        ranking = self.rankings.get(problem, {})
-        usable = [tiling for tiling in ranking if ranking[tiling] < float("inf")]
-        return sorted(usable, key=ranking.__getitem__)[:count]
+    def best(self, problem: Problem, count: int, kind: type[T]) -> list[T]:
+        ranking = {
+            tiling: us
+            for tiling, us in self.rankings.get(problem, {}).items()
+            if isinstance(tiling, kind) and us < float("inf")
+        }
+        return sorted(ranking, key=ranking.__getitem__)[:count]
 
-    def round(self, name: str, wanted: dict[Problem, list[Tiling]], until: float) -> None:
+    def round(
+        self,
+        name: str,
+        wanted: Mapping[Problem, Sequence[Tiling | RowTiling]],
+        until: float,
+    ) -> None:
         """Times what is wanted, to a share `until` of the time."""
         turns = itertools.zip_longest(*([(p, t) for t in wanted[p]] for p in wanted))
         pairs = [pair for turn in turns for pair in turn if pair is not None]
@@ -172,7 +208,7 @@ class Search:
         return time.monotonic() - self.start
 
     def run(self, formats: list[str], shapes: dict, rows: list[int], out: Path) -> None:
-        """Three rounds, after each of which the table is written."""
+        """Rounds, after each of which the table is written."""
         num_sms = torch.cuda.get_device_properties("cuda").multi_processor_count
         sizes = {tuning.block_m(r) for r in rows}
         anchors = [anchor for anchor in ANCHORS if tuning.block_m(anchor) in sizes]
@@ -184,47 +220,65 @@ class Search:
             for epilogue in epilogues:
                 near[Problem(form, n, k, r, epilogue)] = Problem(form, n, k, anchor, epilogues[0])
         cuts = {p: list(candidates(p, self.first(p), num_sms)) for p in searched}
-        self.round("cuts", cuts, 0.6)
+        self.round("cuts", cuts, 0.5)
+        self.write(near, out)
+        of_one = {p: list(row_candidates(p, self.first(p))) for p in near}
+        self.round("one row", of_one, 0.7)
         self.write(near, out)
         ahead = {
-            p: [replace(t, prefetch=blocks) for t in self.best(p, 3) for blocks in (0, 1, 4, 8)]
+            p: [
+                replace(t, prefetch=blocks)
+                for t in self.best(p, 3, Tiling)
+                for blocks in (0, 1, 4, 8)
+            ]
             for p in searched
         }
-        self.round("prefetching", ahead, 0.8)
+        self.round("prefetching", ahead, 0.85)
         self.write(near, out)
-        self.round("epilogues", {p: self.best(near[p], 3) for p in near}, 1.0)
+        self.round("epilogues", {p: self.best(near[p], 3, Tiling) for p in near}, 1.0)
         self.write(near, out)
 
     def write(self, near: dict[Problem, Problem], out: Path) -> None:
         """The table, or more of it: of each problem the best tiling that was timed for it, or else
-        for the one near it, and null where the way for many rows, if timed, was faster. Rounded
-        rows that gain too little over exact ones, timed in the same search, are left out."""
+        for the one near it, and null where the way for many rows, if timed, was faster; of one row
+        the best of its own, and null where that is not the fastest. Rounded rows that gain too
+        little over exact ones, timed in the same search, are left out."""
         table: dict[str, dict[str, list | None]] = {}
         for problem, other in near.items():
-            source = problem if self.best(problem, 1) else other
-            for tiling in self.best(source, 1):
+            source = problem if self.best(problem, 1, Tiling) else other
+            for tiling in self.best(source, 1, Tiling):
                 first, us = self.first(problem), self.rankings[source][tiling]
                 shape = f"{problem.n}x{problem.k} {problem.epilogue}"
                 many, rounded = self.many(problem), FORMATS[problem.form].rounded is not None
                 gains = min(us, many) <= tuning.ROUNDING_GAIN * self.exact(problem)
-                values = list(asdict(tiling).values()) if us < many else None
+                values = astuple(tiling) if us < many else None
                 kind = f"{first.packed.kind} rounded" if rounded else first.packed.kind
-                if gains or not rounded:
-                    table.setdefault(f"{kind} {shape}", {})[str(problem.rows)] = values
-                rate = bytes_of(first) / us * 1e6
-                print(
-                    f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us "
-                    f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, "
-                    f"many {many:>7.2f} us  {values}",
-                    flush=True,
-                )
+                row = table.setdefault(f"{kind} {shape}", {}) if gains or not rounded else {}
+                row[str(problem.rows)] = values and list(values)
+                self.tell(problem, us, f"many {many:>7.2f} us  {row[str(problem.rows)]}")
+                for cut in self.best(problem, 1, RowTiling):
+                    alone = self.rankings[problem][cut]
+                    row["row"] = list(astuple(cut)) if alone < min(us, many) else None
+                    self.tell(problem, alone, f"one row {cut}")
         known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
         for shape, row in table.items():
             known[shape] = known.get(shape, {}) | row
         gpu = torch.cuda.get_device_name()
         about = {"gpu": gpu, "torch": torch.__version__, "triton": triton.__version__}
-        names = [field.name for field in fields(Tiling)]
-        out.write_text(serialize(about | {"fields": names, "shapes": known}))
+        names = {
+            "fields": [field.name for field in fields(Tiling)],
+            "row_fields": [field.name for field in fields(RowTiling)],
+        }
+        out.write_text(serialize(about | names | {"shapes": known}))
+
+    def tell(self, problem: Problem, us: float, more: str) -> None:
+        shape, first = f"{problem.n}x{problem.k} {problem.epilogue}", self.first(problem)
+        rate = bytes_of(first) / us * 1e6
+        print(
+            f"{problem.form:<12}{shape:<24}{problem.rows:>4} {us:>7.2f} us "
+            f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, {more}",
+            flush=True,
+        )
 
     def exact(self, problem: Problem) -> float:
         """Microseconds of the exact product of as many rows, as far as it was timed."""

@@ -16,8 +16,9 @@ from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.many_rows import dequantize
+from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.rounding import LARGEST, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS, Tiling, block_k_of
+from rackmount_quant.kernels.tuning import BUCKETS, RowTiling, Tiling, block_k_of
 from rackmount_registry.formats import Weight
 
 pytestmark = pytest.mark.gpu
@@ -53,17 +54,30 @@ TILINGS = {
 }
 
 
+ROW_TILINGS = {
+    "all columns at once": RowTiling(16, 32, 4),
+    "few warps": RowTiling(4, 8, 2),
+    "step by step": RowTiling(8, 2, 2),
+}
+
+
 @pytest.fixture(autouse=True)
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     poison(monkeypatch)
 
 
-def prepare(weight: Weight, tiling: Tiling | None = FLAT) -> tuple[QuantizedLinear, Prepared]:
+def prepare(
+    weight: Weight, tiling: Tiling | RowTiling | None = FLAT
+) -> tuple[QuantizedLinear, Prepared]:
     """With a tiling for all products, its blocks as wide as the weight allows; None: many rows."""
-    kernel = KERNELS.get(weight.format, Fp8Linear)(
-        lambda packed, *_: tiling and replace(tiling, block_k=block_k_of(packed))
-    )
+
+    def choose(packed: Packed, *_: object) -> Tiling | RowTiling | None:
+        if isinstance(tiling, Tiling):
+            return replace(tiling, block_k=block_k_of(packed))
+        return tiling
+
+    kernel = KERNELS.get(weight.format, Fp8Linear)(choose)
     return kernel, kernel.prepare(weight)
 
 
@@ -122,6 +136,17 @@ def test_every_tiling_gives_the_product(tiling: Tiling, name: str, epilogue: str
     made = prepare(weight, tiling)
     for rows in (2, 33):
         assert error(epilogue, rows, weight, made, torch.bfloat16) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("tiling", ROW_TILINGS.values(), ids=ROW_TILINGS)
+def test_one_row_gives_the_product(tiling: RowTiling, name: str, dtype: torch.dtype) -> None:
+    weight = WEIGHTS[name]()
+    made = prepare(weight, tiling)
+    for epilogue in EPILOGUES:
+        bound = 4e-3 if dtype == torch.bfloat16 else 5e-4
+        assert error(epilogue, 1, weight, made, dtype) < bound
 
 
 @pytest.mark.parametrize("name", WEIGHTS)

@@ -1,23 +1,28 @@
 """Kernels compiled for a GPU that need not be there. Run as a program, in a process of its own: the
 tests' own interprets kernels.
 
-Usage: python -m tests.helpers.compiling FORMAT GROUP TOKENS BLOCK_N WARPS: prints the PTX of
+Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: prints the PTX of
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
+       python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
+`one_row_kernel`, after the bytes of a thread's stack.
 """
 
+import re
+import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from rackmount_quant.kernels.few_rows import few_rows_kernel
 from rackmount_quant.kernels.linear import Prepared, plan
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import Tiling
+from rackmount_quant.kernels.tuning import RowTiling, Tiling
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -29,7 +34,7 @@ TYPES = {
 }
 
 
-def ptx_of(kernel: Any, arguments: dict[str, Any], capability: int) -> str:
+def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
     """As a launch with these arguments would compile it."""
     arguments = arguments | {"COMPILED": True, "PDL": True, "launch_pdl": True}
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
@@ -45,18 +50,28 @@ def ptx_of(kernel: Any, arguments: dict[str, Any], capability: int) -> str:
             facts[index,] = [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, facts)
     target = GPUTarget("cuda", capability, 32)
-    return triton.compile(source, target=target, options=options).asm["ptx"]
+    return triton.compile(source, target=target, options=options)
 
 
-def main(form: str, group: int, tokens: int, block_n: int, warps: int) -> None:
+def stack_of(made: Any) -> int:
+    """Bytes of local memory that a thread has."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made.asm["cubin"])
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.findall(r"STACK:(\d+)", told)[0])
+
+
+def main(way: str, form: str, group: int, *sizes: int) -> None:
     n = k = 4096
     on = {"device": "meta"}
     shape = (k // 128, n, 16) if form == "int4" else (n, k // 4)
     packed = Packed(
         format=form,  # type: ignore[arg-type]
         words=torch.empty(shape, dtype=torch.int32, **on),
-        scales=torch.empty((k // group, n) if group else n, **on),
-        zeros=torch.empty((k // group, n), dtype=torch.int16, **on) if group else None,
+        scales=torch.empty((n, k // group) if group else n, **on),
+        zeros=torch.empty((n, k // group), dtype=torch.int16, **on) if group else None,
         order=None,
         n=n,
         k=k,
@@ -64,11 +79,18 @@ def main(form: str, group: int, tokens: int, block_n: int, warps: int) -> None:
     )
     arrivals = torch.empty(n, dtype=torch.int32, **on)
     prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
+    if way == "row":
+        tokens, tiling = 1, RowTiling(*sizes)
+    else:
+        tokens, block_n, warps = sizes
+        tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
     x, out = (torch.empty((tokens, size), dtype=torch.bfloat16, **on) for size in (k, n))
-    tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
-    _, arguments = plan(tiling, x, prepared, None, None, out, False)
-    print(ptx_of(few_rows_kernel, arguments, 90))
+    kernel, _, arguments = plan(tiling, x, prepared, None, None, out, False)
+    made = compiled(kernel, arguments, 90)
+    if way == "row":
+        print(stack_of(made))
+    print(made.asm["ptx"])
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))
+    main(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))

@@ -121,9 +121,13 @@ def experts(case: str) -> Found:
 
 def linear(case: str) -> Found:
     """Two layers of each kind, with widths and biases of two kinds; `case` names one of `WEIGHTS`,
-    or is "rounded": from nine rows on, in the layers that can be."""
+    or is "rounded": from nine rows on, in the layers that can be. With "one row: " before it a
+    single row has a kernel of its own."""
+    *alone, case = case.split(": ")
 
     def choose(packed: Any, epilogue: str, bucket: int) -> Any:
+        if alone and bucket == 1:
+            return quant_tuning.RowTiling(8, 2, 4)
         return quant_tuning.rule(packed, bucket, NUM_SMS)
 
     if case == "rounded":

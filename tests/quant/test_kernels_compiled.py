@@ -1,5 +1,5 @@
 """What the compiler makes of products of few rows for Hopper: packed words go through shared
-memory, and no values do, or their speed is gone."""
+memory, and no values do, or their speed is gone. Of one row, words wait for x in registers."""
 
 import os
 import re
@@ -9,6 +9,17 @@ import sys
 import pytest
 
 pytestmark = pytest.mark.slow
+
+
+def compile_for_hopper(*arguments: str | int) -> str:
+    """What `tests.helpers.compiling` prints."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests.helpers.compiling", *map(str, arguments)],
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
 
 
 @pytest.mark.parametrize(
@@ -28,15 +39,7 @@ pytestmark = pytest.mark.slow
 def test_weights_reach_the_mma_in_registers(
     form: str, group: int, tokens: int, block_n: int, warps: int
 ) -> None:
-    arguments = (form, *map(str, (group, tokens, block_n, warps)))
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.compiling", *arguments],
-        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    text = process.stdout
+    text = compile_for_hopper("few", form, group, tokens, block_n, warps)
     wide = warps >= 4
     instruction = r"wgmma\.mma_async.*" if wide else r"mma\.sync.*"
     products = [found.start() for found in re.finditer(instruction, text)]
@@ -50,3 +53,32 @@ def test_weights_reach_the_mma_in_registers(
     # What goes there in 16 bits are a tile's zeros.
     assert set(re.findall(r"st\.shared\S*", loop)) <= {"st.shared.b16"}
     assert len(re.findall(r"st\.shared\.b16", loop)) <= 1
+
+
+@pytest.mark.parametrize(
+    ("form", "group", "block_n", "step", "warps"),
+    [
+        ("int4", 128, 16, 32, 4),
+        ("int4", 128, 4, 32, 2),
+        ("int4", 128, 8, 16, 2),
+        ("int4", 0, 16, 32, 4),
+        ("int8", 128, 8, 32, 4),
+        ("int8", 0, 4, 8, 2),
+        ("fp8", 0, 8, 32, 8),
+        ("fp8", 128, 4, 16, 4),
+    ],
+)
+def test_words_of_one_row_are_in_registers_before_x_may_be_read(
+    form: str, group: int, block_n: int, step: int, warps: int
+) -> None:
+    stack, text = compile_for_hopper("row", form, group, block_n, step, warps).split("\n", 1)
+    assert int(stack) == 0
+    before, after = text.split("griddepcontrol.wait", 1)
+    words = 128 // (8 if form == "int4" else 4)
+    loads = block_n * step * words // 4 // (32 * warps)
+    wide = r"ld\.global\S*\.v4\.b32"
+    assert len(re.findall(wide, before)) == loads
+    loop = re.search(r"(\$L__BB\S+):(?:.*\n)*?.*bra\S*\s+\1;", after)
+    assert (loop is None) == (step * 128 >= 4096)
+    # What a loop has in shared memory its threads would wait for in every round.
+    assert loop is None or not re.search(r"bar\.sync|shared", loop[0])

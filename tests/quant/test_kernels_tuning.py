@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import BUCKETS, MAX_PARTS, Tiling
+from rackmount_quant.kernels.tuning import BUCKETS, MAX_PARTS, RowTiling, Tiling
 from rackmount_registry.formats import EPILOGUES
 
 
@@ -87,6 +87,28 @@ def test_a_table_goes_before_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tuning.choose(weight, "none", 2) == tuning.rule(weight, 2, 132)
 
 
+def test_one_row_has_a_tiling_of_its_own_where_that_was_the_fastest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few = [64, 128, 2, 4, 4, 2, 96]
+    table = {
+        "fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"],
+        "row_fields": ["block_n", "step", "warps"],
+        "shapes": {
+            "int4/128 512x1024 add": {"row": [8, 32, 4], "1": few},
+            "int4/128 512x1024 none": {"row": None, "1": few},
+        },
+    }
+    monkeypatch.setattr(tuning, "table_of", lambda gpu: tuning.parse(table))
+    properties = SimpleNamespace(name="a GPU", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    weight = packed("int4", 512, 1024, 128)
+    assert tuning.choose(weight, "add", 1) == RowTiling(8, 32, 4)
+    assert tuning.choose(weight, "add", 2) == Tiling(*few)
+    assert tuning.choose(weight, "none", 1) == Tiling(*few)
+    assert tuning.choose(weight, "silu_mul", 1) == tuning.rule(weight, 1, 132)
+
+
 def test_rows_are_rounded_only_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"]}
     few = [64, 128, 2, 4, 4, 2, None]
@@ -115,8 +137,10 @@ def test_shipped_tables_hold_legal_tilings() -> None:
         for name, row in tuning.parse(json.loads(file.read_text())).items():
             kind, *rounded, shape, epilogue = name.split()
             assert rounded in ([], ["rounded"])
-            assert epilogue in ("none", *EPILOGUES) and set(row) <= set(BUCKETS)
+            assert epilogue in ("none", *EPILOGUES) and set(row) <= {"row", *BUCKETS}
             k, group = int(shape.split("x")[1]), kind.split("/")[1]
+            cut = row.pop("row", None)
+            assert cut is None or (not rounded and cut.step & (cut.step - 1) == 0)
             for tiling in filter(None, row.values()):
                 assert tiling.parts(k) <= MAX_PARTS
                 assert group == "rows" or int(group) % tiling.block_k == 0

@@ -1,5 +1,5 @@
 """What the linear kernels for quantized weights have in common: few rows at memory speed by one
-Triton kernel, many rows in a way of their own."""
+Triton kernel, a single row where that was measured by another, many rows in a way of their own."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -9,14 +9,16 @@ import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.elementwise import gather_columns, silu_mul
 from rackmount_quant.kernels.few_rows import few_rows_kernel
 from rackmount_quant.kernels.many_rows import dequantize
+from rackmount_quant.kernels.one_row import one_row_kernel
 from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.rounding import RoundedRows
-from rackmount_quant.kernels.tuning import Choose, Tiling
+from rackmount_quant.kernels.tuning import Choose, RowTiling, Tiling
 from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import Rounded, Weight
@@ -35,15 +37,15 @@ class Prepared:
     packed: Packed
     arrivals: Tensor
     """int32, a counter for each tile: zeros between products."""
-    tilings: Mapping[str, tuple[Tiling | None, ...]]
-    """Epilogue -> one for each of `tuning.BUCKETS`; None where the dequantized matrix is
-    multiplied."""
+    tilings: Mapping[str, tuple[Tiling | RowTiling | None, ...]]
+    """Epilogue -> one for each of `tuning.BUCKETS`, a RowTiling at most for the first; None where
+    the dequantized matrix is multiplied."""
     uses: tuple[str, ...] = ("none",)
     """Epilogues that will be asked for."""
     many: Any = None
     """What a kernel's `many_rows` needs beside."""
 
-    def tiling(self, epilogue: str, rows: int) -> Tiling | None:
+    def tiling(self, epilogue: str, rows: int) -> Tiling | RowTiling | None:
         if not 0 < rows <= tuning.MAX_ROWS:
             return None
         return self.tilings[epilogue][tuning.bucket_of(rows)]
@@ -107,7 +109,7 @@ class QuantizedLinear:
 
     def _begin(
         self,
-        tiling: Tiling,
+        tiling: Tiling | RowTiling,
         x: Tensor | RoundedRows,
         prepared: Prepared,
         epilogue: str,
@@ -118,10 +120,10 @@ class QuantizedLinear:
         silu = epilogue == "silu_mul"
         out = like.new_empty((len(x), n // 2 if silu else n), dtype=x.dtype)
         residual = out if epilogue == "add" else None
-        _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
-        aligned = {name: (arguments[name] % 16 == 0, arguments[name] == 1) for name in SIZES}
-        key = traits(few_rows_kernel, arguments | aligned)
-        self._ahead.start(few_rows_kernel, key, arguments)
+        kernel, _, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+        sizes = {name: arguments[name] for name in SIZES if name in arguments}
+        aligned = {name: (size % 16 == 0, size == 1) for name, size in sizes.items()}
+        self._ahead.start(kernel, traits(kernel, arguments | aligned), arguments)
 
     def run(self, x: Tensor | Rounded, prepared: Prepared, bias: Tensor | None) -> Tensor:
         """x [T, in] -> [T, out]."""
@@ -132,7 +134,7 @@ class QuantizedLinear:
         return self._run("silu_mul", x, prepared, bias)
 
     def adds(self, prepared: Prepared, num_rows: int) -> bool:
-        """Where the kernel for few rows makes the product."""
+        """Where a kernel for few rows makes the product."""
         return prepared.tiling("add", num_rows) is not None
 
     def run_add(
@@ -177,7 +179,7 @@ class QuantizedLinear:
 
     def _launch(
         self,
-        tiling: Tiling,
+        tiling: Tiling | RowTiling,
         epilogue: str,
         x: Tensor | RoundedRows,
         prepared: Prepared,
@@ -193,29 +195,73 @@ class QuantizedLinear:
             x = gather_columns(x, packed.order)
         columns = packed.n // 2 if silu else packed.n
         out = torch.empty((len(x), columns), dtype=x.dtype, device=packed.words.device)
-        grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
-        few_rows_kernel[grid](**arguments)
+        kernel, grid, arguments = plan(tiling, x, prepared, bias, residual, out, silu)
+        kernel[grid](**arguments)
         return out
 
 
 def plan(
-    tiling: Tiling,
+    tiling: Tiling | RowTiling,
     x: Tensor | RoundedRows,
     prepared: Prepared,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor,
     silu: bool,
-) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and arguments of `few_rows_kernel`."""
+) -> tuple[JITFunction, tuple[int], dict[str, Any]]:
+    """The kernel, its grid and its arguments."""
+    packed = prepared.packed
+    values = x.values if isinstance(x, RoundedRows) else x
+    assert values.stride(1) == 1 and not (silu and packed.n % 2)
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    kernel, grid, arguments = (
+        _of_one_row(tiling, x, packed)
+        if isinstance(tiling, RowTiling)
+        else _of_few_rows(tiling, x, prepared, residual)
+    )
+    arguments |= {
+        "x": values,
+        "bias": bias,
+        "residual": residual,
+        "out": out,
+        "N": packed.n,
+        "K": values.shape[1],
+        "BLOCK_N": tiling.block_n,
+        "SILU_MUL": silu,
+        "COMPILED": values.device.type == "cuda",
+        "num_warps": tiling.warps,
+    }
+    return kernel, grid, arguments | launch_options(values.device)
+
+
+def _of_one_row(
+    tiling: RowTiling, x: Tensor | RoundedRows, packed: Packed
+) -> tuple[JITFunction, tuple[int], dict[str, Any]]:
+    """What `plan` gives, as far as it is this kernel's own."""
+    block_k = tuning.block_k_of(packed)
+    assert isinstance(x, Tensor) and x.shape == (1, packed.k) and block_k is not None
+    span = tiling.step * block_k
+    arguments = {
+        **_of_weight(packed, block_k, torch.int32),
+        "BLOCK_K": block_k,
+        "STEP": tiling.step,
+        "ONCE": span >= packed.k,
+        "EVEN_K": packed.k % span == 0,
+    }
+    return one_row_kernel, (triton.cdiv(packed.n, tiling.block_n),), arguments
+
+
+def _of_few_rows(
+    tiling: Tiling, x: Tensor | RoundedRows, prepared: Prepared, residual: Tensor | None
+) -> tuple[JITFunction, tuple[int], dict[str, Any]]:
+    """What `plan` gives, as far as it is this kernel's own."""
     packed = prepared.packed
     if isinstance(x, RoundedRows):
         values, x_scales, columns = x.values, x.scales, packed.k + -packed.k % 16
     else:
         values, x_scales, columns = x, None, packed.k
     rows, n, k = len(x), packed.n, values.shape[1]
-    assert values.stride(1) == 1 and k == columns and not (silu and n % 2)
-    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    assert k == columns
     block_m = tuning.block_m(tuning.BUCKETS[tuning.bucket_of(rows)])
     blocks = triton.cdiv(k, tiling.block_k)
     programs = triton.cdiv(triton.cdiv(n, tiling.block_n) * blocks, tiling.share)
@@ -225,59 +271,49 @@ def plan(
     if parts > 1:
         size = (programs, 2, block_m, tiling.block_n)
         partials = torch.empty(size, dtype=torch.float32, device=values.device)
+    # The weight is read in words, in planes, or as numbers where x is rounded.
+    planes = x_scales is None and tiling.planes(packed, block_m)
+    seen = values.dtype if x_scales is not None else torch.int16 if planes else torch.int32
     arguments = {
-        **_of_weight(packed, tiling, block_m, None if x_scales is None else values.dtype),
-        "x": values,
+        **_of_weight(packed, tiling.block_k, seen),
         "x_scales": x_scales,
-        "bias": bias,
-        "residual": residual,
-        "out": out,
         "partials": partials,
         "arrivals": prepared.arrivals,
         "M": rows,
-        "N": n,
-        "K": k,
         # One row has any stride, and the kernel wants one that keeps rows aligned.
         "x_stride": values.stride(0) if len(values) > 1 else k,
         "x_scale_stride": 0 if x_scales is None else x_scales.stride(1),
         "residual_stride": residual.stride(0) if residual is not None and rows > 1 else n,
         "share": tiling.share,
+        "PLANES": planes,
         "BLOCK_M": block_m,
-        "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "HALVES": tiling.block_n >= 32 * tiling.warps,
         "PARTS": triton.next_power_of_2(parts),
         "ALIGNED": tiling.aligned(k),
         "EVEN_K": k % tiling.block_k == 0,
-        "SILU_MUL": silu,
         "PREFETCH": tiling.prefetch,
-        "COMPILED": values.device.type == "cuda",
-        "num_warps": tiling.warps,
         "num_stages": tiling.stages,
     }
     if tiling.registers is not None:
         arguments["maxnreg"] = tiling.registers
-    return (programs,), arguments | launch_options(values.device)
+    return few_rows_kernel, (programs,), arguments
 
 
-def _of_weight(
-    packed: Packed, tiling: Tiling, block_m: int, rounded: torch.dtype | None
-) -> dict[str, Any]:
-    """The weight as the kernel reads it: in words, in planes, or as numbers where x is rounded."""
-    planes = rounded is None and tiling.planes(packed, block_m)
-    seen = packed.words.view(rounded or (torch.int16 if planes else torch.int32))
-    finer = packed.words.element_size() // seen.element_size()
-    row_stride, block_stride = packed.strides(tiling.block_k)
+def _of_weight(packed: Packed, block_k: int, seen: torch.dtype) -> dict[str, Any]:
+    """The weight as a kernel reads it, its words as numbers of type `seen`."""
+    words = packed.words.view(seen)
+    finer = packed.words.element_size() // words.element_size()
+    row_stride, block_stride = packed.strides(block_k)
     return {
-        "words": seen,
+        "words": words,
         "scales": packed.scales,
         "zeros": packed.zeros,
         "row_stride": row_stride * finer,
         "block_stride": block_stride * finer,
         "scale_stride": packed.scales.stride(0),
         "FORMAT": packed.format,
-        "PLANES": planes,
         "GROUPED": packed.group > 0,
-        "BLOCKS_PER_SCALE": max(1, packed.group // tiling.block_k),
+        "BLOCKS_PER_SCALE": max(1, packed.group // block_k),
         "ROWS_PER_SCALE": packed.rows_per_scale,
     }

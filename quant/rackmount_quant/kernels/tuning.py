@@ -4,7 +4,8 @@ A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.p
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
 KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
 product with the dequantized matrix was faster. One that is not there has what one with as many
-tokens a tile has.
+tokens a tile has. "row" is a bucket of its own, of one row in `one_row_kernel`, with the names of
+RowTiling's fields in "row_fields"; null or none says that the kernel for few rows was faster.
 
 "KIND rounded NxK EPILOGUE" has buckets where products of rounded rows were faster by
 `ROUNDING_GAIN`; null says that of those the way for many rows was the fastest.
@@ -31,6 +32,7 @@ BUCKETS = tuple(1 << power for power in range(MAX_ROWS.bit_length()))
 RULED_ROWS = 64
 """The rule goes no further."""
 RULED: Mapping[int, tuple[int, int, int | None, int]] = {
+    8: (64, 4, None, 3),
     16: (128, 4, 128, 3),
     32: (128, 8, None, 2),
     64: (128, 8, None, 1),
@@ -85,7 +87,20 @@ class Tiling:
         return not (hopper and wide) and plane >= MMA_COLUMNS
 
 
-Choose = Callable[[Packed, str, int], Tiling | None]
+@dataclass(frozen=True)
+class RowTiling:
+    """How a product of one row is cut into programs; see `one_row.one_row_kernel`."""
+
+    block_n: int
+    """Weight rows a program; with "silu_mul" half of them are gate rows."""
+    step: int
+    """Blocks that are read at a time, a power of two."""
+    warps: int
+
+
+Bucket = int | Literal["row"]
+Table = Mapping[str, Mapping[Bucket, Tiling | RowTiling | None]]
+Choose = Callable[[Packed, str, int], Tiling | RowTiling | None]
 """`choose(packed, epilogue, bucket)`; see `choose`."""
 ROUNDING_GAIN = 0.95
 """Rounded rows must take no more of the exact product's time, or it is left exact."""
@@ -96,8 +111,8 @@ ChooseRounded = Callable[[Packed, str, int], Way]
 
 
 def block_m(bucket: int) -> int:
-    """Tokens a tile: what Triton's wgmma takes at least, or all of the bucket."""
-    return max(16, bucket)
+    """Tokens a tile: columns of one mma.sync at least, or all of the bucket."""
+    return max(8, bucket)
 
 
 def bucket_of(rows: int) -> int:
@@ -129,16 +144,20 @@ def for_all(choose: Callable[[Packed, str, int], T], packed: Packed) -> dict[str
     }
 
 
-def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | None:
+def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | RowTiling | None:
     """The tiling of a product on its weight's GPU; None: it is made as that of many rows.
     `epilogue` is one of `formats.EPILOGUES`, or "none"."""
     if block_k_of(packed) is None:
         return None
     properties = torch.cuda.get_device_properties(packed.words.device)
     row = table_of(properties.name).get(f"{packed.kind} {packed.n}x{packed.k} {epilogue}", {})
-    alike = [each for each in row if block_m(each) == block_m(bucket)]
+    if bucket == 1 and row.get("row") is not None:
+        return row["row"]
+    measured = [each for each in row if isinstance(each, int)]
+    alike = [each for each in measured if block_m(each) == block_m(bucket)]
     if alike:
-        return row[min(alike, key=lambda each: abs(each - bucket))]
+        nearest = min(alike, key=lambda each: abs(each - bucket))
+        return row[nearest]
     return rule(packed, bucket, properties.multi_processor_count)
 
 
@@ -148,22 +167,33 @@ def choose_rounded(packed: Packed, epilogue: str, bucket: int) -> Way:
         return "exact"
     name = torch.cuda.get_device_name(packed.words.device)
     row = table_of(name).get(f"{packed.kind} rounded {packed.n}x{packed.k} {epilogue}", {})
-    return (row[bucket] or "many") if bucket in row else "exact"
+    if bucket not in row:
+        return "exact"
+    tiling = row[bucket]
+    assert not isinstance(tiling, RowTiling)
+    return tiling or "many"
 
 
 @cache
-def table_of(gpu: str) -> Mapping[str, Mapping[int, Tiling | None]]:
+def table_of(gpu: str) -> Table:
     """As `parse` gives it; empty where nothing was measured on GPUs of that name."""
     file = files(__package__) / "tuned" / f"{gpu.replace(' ', '_')}.json"
     return parse(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def parse(table: Mapping) -> Mapping[str, Mapping[int, Tiling | None]]:
+def parse(table: Mapping) -> Table:
     """A table's shapes: "KIND NxK EPILOGUE" -> bucket -> tiling, or None."""
-    fields = table["fields"]
+
+    def tiling(bucket: str, values: list | None) -> Tiling | RowTiling | None:
+        if values is None:
+            return None
+        if bucket == "row":
+            return RowTiling(**dict(zip(table["row_fields"], values, strict=True)))
+        return Tiling(**dict(zip(table["fields"], values, strict=True)))
+
     return {
         shape: {
-            int(bucket): values and Tiling(**dict(zip(fields, values, strict=True)))
+            "row" if bucket == "row" else int(bucket): tiling(bucket, values)
             for bucket, values in row.items()
         }
         for shape, row in table["shapes"].items()
