@@ -20,11 +20,13 @@ NUM_EXPERTS, HIDDEN, WIDTH, TOP_K = 5, 72, 40, 2
 HALF = 1e-3
 """What rounding to half precision costs."""
 TILING = Tiling(block_n=32, block_k=32, stages=2, warps=4)
-FEW = Plan(Tiling(32, 64, 2, 4), Tiling(32, 32, 2, 4))
+FEW = Plan(Tiling(32, 64, 1, 4), Tiling(32, 32, 1, 4))
+STEPS = Plan(Tiling(8, 32, 8, 4), Tiling(4, 32, 8, 4))
 BLOCKS = Plan(TILING, replace(TILING, block_n=64), block_m=16)
 PLANS = {
     "few": FEW,
-    "few, all columns at once": Plan(Tiling(16, 128, 2, 4), Tiling(64, 64, 2, 4)),
+    "few, all steps on their way": STEPS,
+    "few, all columns at once": Plan(Tiling(16, 128, 1, 4), Tiling(64, 64, 1, 4)),
     "blocks": BLOCKS,
     "blocks, programs for several tiles": replace(
         BLOCKS, gate_up=replace(TILING, programs=3), down=replace(TILING, programs=2)
@@ -71,7 +73,7 @@ def run(plan: Plan, given: ExpertInput, layer: ExpertBundle, tolerance: float = 
     return out
 
 
-@pytest.mark.parametrize("plan", [FEW, BLOCKS], ids=["few", "blocks"])
+@pytest.mark.parametrize("plan", [FEW, STEPS, BLOCKS], ids=["few", "steps", "blocks"])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_sum_of_each_tokens_experts(name: str, plan: Plan) -> None:
     """Inputs are rounded to half precision between the products and after them, weights never."""
@@ -85,10 +87,32 @@ def test_every_plan_gives_it_for_any_number_of_tokens(plan: Plan, count: int) ->
     run(plan, tokens(count), bundle())
 
 
-@pytest.mark.parametrize("plan", [FEW, BLOCKS], ids=["few", "blocks"])
+@pytest.mark.parametrize("plan", [FEW, STEPS, BLOCKS], ids=["few", "steps", "blocks"])
 @pytest.mark.parametrize(("hidden", "width"), [(16, 16), (50, 7), (33, 130)])
 def test_sizes_need_not_fill_tiles(plan: Plan, hidden: int, width: int) -> None:
     run(plan, tokens(2, hidden), bundle("dense", hidden, width))
+
+
+@pytest.mark.parametrize("plan", [FEW, STEPS], ids=["few", "steps"])
+@pytest.mark.parametrize("name", ["int4_groups", "fp8_blocks", "int8_groups with zeros"])
+@pytest.mark.parametrize(("count", "choices"), [(1, 3), (3, 1)])
+def test_choices_need_not_be_a_power_of_two(
+    name: str, plan: Plan, count: int, choices: int
+) -> None:
+    half = torch.float16
+    given = expert_tokens(count, NUM_EXPERTS, 144, choices, half)
+    run(plan, given, bundle(name, 144, 136, dtype=half), HALF)
+
+
+@pytest.mark.parametrize("plan", [FEW, STEPS], ids=["few", "steps"])
+@pytest.mark.parametrize(
+    "name", ["int4_groups", "int4_groups with zeros, in another order", "fp8_blocks"]
+)
+def test_few_tokens_lose_nothing_to_how_values_are_unpacked(name: str, plan: Plan) -> None:
+    """What 4-bit values are offset by comes off again, though tokens be far from 0."""
+    given = tokens(2)
+    given.x.add_(3)
+    run(plan, given, bundle(name), 2e-5)
 
 
 @pytest.mark.parametrize("name", ["fp8_blocks", "int4_groups of rows"])
@@ -96,7 +120,7 @@ def test_the_up_rows_begin_blocks_and_packed_words_of_their_own(name: str) -> No
     run(BLOCKS, tokens(2, 144, torch.float16), bundle(name, 144, 136), HALF)
 
 
-@pytest.mark.parametrize("plan", [FEW, BLOCKS], ids=["few", "blocks"])
+@pytest.mark.parametrize("plan", [FEW, STEPS, BLOCKS], ids=["few", "steps", "blocks"])
 @pytest.mark.parametrize("expert", [-1, 2])
 def test_all_tokens_may_choose_one_expert_or_none(plan: Plan, expert: int) -> None:
     given = tokens(6)

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
+from rackmount_moe.triton_experts.launches import vector_cut
 from rackmount_moe.triton_experts.packing import Packed
 from rackmount_moe.triton_experts.table import BLOCK_SIZES, MAX_FEW, Plan, Tiling
 
@@ -11,7 +12,13 @@ FEWEST_BYTES_IN_FLIGHT = 32 << 10
 """Of a multiprocessor, while tokens are few: less cannot hide the memory's latency."""
 MOST_STAGES = 8
 BYTES_A_THREAD = (32, 128)
-"""Least and most that are read at a time where there are no blocks."""
+"""Least and most that are read at a time where there are no blocks, in a loop."""
+MOST_BYTES_A_THREAD = 512
+"""That are read where there is no loop: all in registers."""
+MOST_STEPS = 6
+"""Without a loop."""
+MOST_INPUTS_A_THREAD = 128
+"""Numbers of x, in a register each."""
 INPUT_BYTES = 2
 """Of a number of x."""
 
@@ -72,11 +79,17 @@ def _cuts(dense: bool, block_m: int) -> tuple[tuple[int, int, int], ...]:
 def _vector_tilings(packed: Packed, choices: int) -> Iterator[Tiling]:
     least, most = BYTES_A_THREAD
     for block_n, block_k, warps in itertools.product(
-        (4, 8, 16, 32), (128, 256, 512, 1024), (2, 4, 8)
+        (2, 4, 8, 16, 32), (128, 256, 512, 1024, 2048), (1, 2, 4, 8)
     ):
+        divisible = not packed.block_k or block_k % packed.block_k == 0
+        inputs = choices * block_k // (32 * warps)
+        if not divisible or block_k >= 2 * packed.columns or inputs > MOST_INPUTS_A_THREAD:
+            continue
+        *_, steps = vector_cut(packed, Tiling(block_n, block_k, 2, warps), choices)
         read = block_n * block_k * choices * _itemsize(packed) / (32 * warps)
-        whole = not packed.block_k or block_k % packed.block_k == 0
-        if whole and least <= read <= most and packed.columns % block_k == 0:
+        if steps <= MOST_STEPS and least <= read <= steps * read <= MOST_BYTES_A_THREAD:
+            yield Tiling(block_n, block_k, steps, warps)
+        elif least <= read <= most and packed.columns % block_k == 0:
             yield Tiling(block_n, block_k, 2, warps)
 
 

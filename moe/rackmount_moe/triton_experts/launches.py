@@ -96,7 +96,7 @@ def vector_launch(
     gated = weights is not None
     tiling, packed = (plan.gate_up, layer.gate_up) if gated else (plan.down, layer.down)
     choices = 1 if gated else ids.shape[1]
-    block_k = packed.block_k or tiling.block_k
+    block_k, blocks, inner, steps = vector_cut(packed, tiling, choices)
     tiles = triton.cdiv(packed.rows, tiling.block_n)
     following = layer.down.values
     return (
@@ -107,14 +107,24 @@ def vector_launch(
             "num_rows": len(out),
             "num_choices": choices,
             "following_size": following[0].numel(),
-            "MAX_CHOICES": triton.next_power_of_2(choices),
+            "INNER": inner,
+            "STEPS": steps if steps <= tiling.stages else 0,
             "BLOCK_K": block_k,
-            "STEP": max(1, tiling.block_k // block_k),
+            "BLOCKS": blocks,
             "PREFETCH": plan.prefetch if gated else 0,
             **_arguments(packed, tiling, x, ids, weights, out),
             "experts": ids,
         },
     )
+
+
+def vector_cut(packed: Packed, tiling: Tiling, choices: int) -> tuple[int, int, int, int]:
+    """Columns of a block, blocks of a weight, blocks that are read at a time, and steps until those
+    of all `choices` are."""
+    block_k = packed.block_k or tiling.block_k
+    blocks = triton.cdiv(packed.columns, block_k)
+    inner = triton.next_power_of_2(choices) * max(1, tiling.block_k // block_k)
+    return block_k, blocks, inner, triton.cdiv(choices * blocks, inner)
 
 
 def combine_launch(results: Tensor, ids: Tensor, out: Tensor) -> Launch:

@@ -38,9 +38,11 @@ class Tiling:
     block_n: int
     """Weight rows a tile; of gate and up rows half are gate rows."""
     block_k: int
-    """Columns read at a time. A product in blocks of a weight that is not dense has its own."""
+    """Columns read at a time, of each choice where there are no blocks. A product in blocks of a
+    weight that is not dense has its own."""
     stages: int
-    """Depth of the pipeline of loads; without blocks it is two."""
+    """Depth of the pipeline of loads. Without blocks it is two in a loop; there is no loop where so
+    many steps are all."""
     warps: int
     programs: int = 0
     """Programs of a multiprocessor, which share the tiles; 0: one for each tile."""

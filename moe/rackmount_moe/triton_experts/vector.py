@@ -5,6 +5,9 @@ a kernel that hands tiles through shared memory to the tensor cores takes from i
 last result. Here every thread multiplies what it loaded, and there is no sorting, no padding and no
 result per expert: the second product of a token sums over its experts, whose weights are one long
 row to it, as far as a program is concerned.
+
+Memory answers late, so what counts is how much is asked for at once: all of it, where registers
+hold that, and of the second product before the first is complete.
 """
 
 import triton
@@ -13,10 +16,14 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_moe.triton_experts.block import scale_rows_of, silu_mul
 from rackmount_registry.device.prefetch import prefetch
-from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
+from rackmount_registry.device.unpack import unpack_int8
 
 LINE: tl.constexpr = tl.constexpr(128)
 """Bytes that one prefetch brings."""
+MAGIC: tl.constexpr = tl.constexpr(0x43004300)
+"""128 in both halves of a word, in bfloat16: its lowest bits are worth 1."""
+BELOW: tl.constexpr = tl.constexpr(0x4300 / 65536)
+"""What the lower half of `MAGIC` adds to 128 in a float32 of the whole word."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_choices", "share"])
@@ -39,10 +46,11 @@ def vector_kernel(
     groups,
     scale_rows,
     following_size,
-    MAX_CHOICES: tl.constexpr,
+    INNER: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    STEP: tl.constexpr,
+    BLOCKS: tl.constexpr,
     CODE: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE_BLOCKS: tl.constexpr,
@@ -55,118 +63,360 @@ def vector_kernel(
     """out [num_rows, N] or, of gate and up rows, [num_rows, N / 2]: row r is the sum of the
     products of its slots s = r * num_choices + c, each of row s // share of x and the weight of
     experts[s], times factors[r] where there are any. experts int32 [num_rows, num_choices]; one
-    below 0 adds nothing.
+    below 0 adds nothing. Gate and up rows have one choice, and without an expert a row of theirs
+    holds anything.
 
-    A program has BLOCK_N rows of the weight for one row of the output, and reads STEP blocks of
-    BLOCK_K columns of all choices at a time, the next ones while it multiplies. The weight is as
-    `packing.Packed` says; MAX_CHOICES is a power of two. PREFETCH: so many lines of the same
-    expert's weight in `following`, of `following_size` elements each, are called into L2.
+    A program has BLOCK_N rows of the weight for one row of the output, and reads INNER blocks of
+    BLOCK_K columns of them at a time, a power of two, out of the BLOCKS of each choice in turn: in
+    STEPS steps that are all on their way before the first is multiplied; or, where STEPS is 0, in a
+    loop, the next ones while it multiplies. The weight is as `packing.Packed` says. PREFETCH: so
+    many lines of the same expert's weight in `following`, of `following_size` elements each, are
+    called into L2.
     """
-    INNER: tl.constexpr = MAX_CHOICES * STEP
     OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
-    SPAN: tl.constexpr = 32 if CODE == "int4" else 16 if CODE != "dense" else 8  # of 16 bytes
+    SPANS: tl.constexpr = BLOCK_K // (32 if CODE == "int4" else 16 if CODE != "dense" else 8)
     row, tile = tl.program_id(0) % num_rows, tl.program_id(0) // num_rows
     columns = N // 2 if GATED else N
-    blocks = tl.cdiv(K, BLOCK_K)
-    # The rows of what is loaded: rows of the weight, times choices, times blocks.
-    i, r = tl.arange(0, INNER), tl.arange(0, BLOCK_N * INNER)
-    n = tl.minimum(tile * OUT + r // INNER % OUT, columns - 1) + r // INNER // OUT * columns
-    choice_i, choice_r = i // STEP, r // STEP % MAX_CHOICES
+    # The rows of what is loaded: rows of the weight, times blocks. Gate and up rows take turns.
+    rows = tl.arange(0, BLOCK_N * INNER) // INNER
+    if GATED:
+        rows = tl.minimum(tile * OUT + rows // 2, columns - 1) + rows % 2 * columns
+    else:
+        rows = tl.minimum(tile * OUT + rows, columns - 1)
+    slot = row * num_choices
+    # Of gate and up rows the expert, which is soon asked for; else where those of the choices are.
+    chosen = experts + slot
     if PDL and GATED:
         gdc_wait()
         gdc_launch_dependents()
-    at = experts + row * num_choices
-    expert_i = tl.load(at + choice_i, mask=choice_i < num_choices, other=-1)
-    expert_r = tl.load(at + choice_r, mask=choice_r < num_choices, other=-1)
-    w = _load_weight(weight, expert_r, n, r % STEP, blocks, N, K, BLOCK_K, CODE, EVEN)
+    if GATED:
+        chosen = tl.load(chosen)
+    if factors is not None:
+        factor = tl.load(factors + row).to(tl.float32)
+    AHEAD: tl.constexpr = STEPS if STEPS > 0 else 1
+    places = _all_token_places(
+        x, order, chosen, slot, num_choices, share, K, x_stride, AHEAD, INNER, BLOCK_K, BLOCKS,
+        GATED,
+    )  # fmt: skip
+    if GATED:
+        tokens = _load_all(places, AHEAD)  # while the expert is waited for
+    loaded = _load_all_weights(
+        weight, scales, zeros, chosen, rows, num_choices, N, K, groups, scale_rows,
+        AHEAD, INNER, BLOCK_N, BLOCK_K, BLOCKS, SPANS, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN,
+    )  # fmt: skip
     if PDL and not GATED:
         # Experts are older than the kernel before this one.
         gdc_wait()
         gdc_launch_dependents()
-    x += ((row * num_choices + choice_i) // share).to(tl.int64)[:, None] * x_stride
-    tokens = _load_tokens(x, order, expert_i, i % STEP, blocks, K, BLOCK_K)
-    acc = tl.zeros((BLOCK_N, INNER, BLOCK_K // SPAN), tl.float32)
-    for first in tl.range(0, blocks, STEP, num_stages=1):
-        next_r, next_i = first + STEP + r % STEP, first + STEP + i % STEP
-        next_w = _load_weight(weight, expert_r, n, next_r, blocks, N, K, BLOCK_K, CODE, EVEN)
-        next_tokens = _load_tokens(x, order, expert_i, next_i, blocks, K, BLOCK_K)
-        block = first + r % STEP
-        expert = tl.maximum(expert_r, 0).to(tl.int64)
-        group = tl.minimum(block, blocks - 1) * BLOCK_K // GROUP if GROUP > 0 else 0
-        zero = None
-        if zeros is not None:
-            zero = tl.load(zeros + (expert * N + n) * groups + group).to(tl.float32)
-        if CODE == "int4":
-            values = unpack_int4(w, zero, tokens.dtype, COMPILED)
-        elif CODE == "int8":
-            values = unpack_int8(w, zero, tokens.dtype, COMPILED)
-        elif CODE == "fp8":
-            values = unpack_fp8(w, tokens.dtype, COMPILED)
-        else:
-            values = w
-        products = values.to(tl.float32).reshape(BLOCK_N, INNER, BLOCK_K // SPAN, SPAN)
-        products *= tokens.to(tl.float32).reshape(INNER, BLOCK_K // SPAN, SPAN)[None, :, :, :]
-        sums = tl.sum(products, 3)
-        if scales is not None:
-            scale_row = expert * scale_rows + scale_rows_of(n, N, SCALE_BLOCKS, GATED)
-            scale = tl.load(scales + scale_row * groups + group)
-            scale = scale.to(tl.float32).reshape(BLOCK_N, INNER)
-            sums *= scale[:, :, None]
-        acc += sums
-        w, tokens = next_w, next_tokens
+    if not GATED:
+        tokens = _load_all(places, AHEAD)
+    if STEPS > 0:
+        acc = _multiply(loaded[0], tokens[0], CODE, COMPILED, BLOCK_N, INNER, SPANS)
+        for step in tl.static_range(1, STEPS):
+            acc += _multiply(loaded[step], tokens[step], CODE, COMPILED, BLOCK_N, INNER, SPANS)
+    else:
+        acc = tl.zeros((BLOCK_N, INNER, SPANS), tl.float32)
+        part, given = loaded[0], tokens[0]
+        for first in tl.range(INNER, num_choices * BLOCKS + INNER, INNER, num_stages=1):
+            next_part = _load_weight(
+                weight, scales, zeros, chosen, rows, first, num_choices,
+                N, K, groups, scale_rows, INNER, BLOCK_N, BLOCK_K, BLOCKS, SPANS, CODE, GROUP,
+                SCALE_BLOCKS, GATED, EVEN,
+            )  # fmt: skip
+            at, mask = _token_places(
+                x, order, chosen, slot, first, num_choices, share, K, x_stride,
+                INNER, BLOCK_K, BLOCKS, GATED,
+            )  # fmt: skip
+            next_given = tl.load(at, mask=mask, other=0.0)
+            acc += _multiply(part, given, CODE, COMPILED, BLOCK_N, INNER, SPANS)
+            part, given = next_part, next_given
     if COMPILED and PREFETCH > 0:
-        _prefetch(following, tl.load(experts + row), tile, following_size, PREFETCH)
-    total = tl.sum(tl.sum(acc, 2), 1)
+        _prefetch(following, chosen, tile, following_size, PREFETCH)
+    total = tl.sum(acc.reshape(BLOCK_N, INNER * SPANS), 1)
     if GATED:
-        gate, up = total.reshape(2, OUT).permute(1, 0).split()
+        gate, up = total.reshape(OUT, 2).split()
         total = silu_mul(gate, up)
     if factors is not None:
-        total *= tl.load(factors + row).to(tl.float32)
+        total *= factor
     column = tile * OUT + tl.arange(0, OUT)
     at = out + row.to(tl.int64) * columns + column
     tl.store(at, total.to(out.dtype.element_ty), mask=column < columns)
 
 
 @triton.jit
-def _load_weight(
-    weight,
-    expert,
-    n,
-    block,
-    blocks,
-    N,
-    K,
-    BLOCK_K: tl.constexpr,
-    CODE: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """For each row of the tile, [BLOCK_K] numbers or the words that hold them."""
-    mask = ((expert >= 0) & (block < blocks))[:, None]
-    expert = tl.maximum(expert, 0).to(tl.int64)
-    if CODE == "dense":
-        k = block[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-        at = weight + ((expert * N + n) * K)[:, None] + k
-        if not EVEN:
-            mask = mask & (k < K)
+def _place(chosen, at, num_choices, BLOCKS: tl.constexpr, GATED: tl.constexpr):
+    """Of places among the blocks of all choices: choice, expert, block, and whether it is there."""
+    if GATED:
+        expert = chosen
+        choice, block, there = 0, at, (at < BLOCKS) & (expert >= 0)
     else:
-        WORDS: tl.constexpr = BLOCK_K // (8 if CODE == "int4" else 4)
-        at = ((expert * blocks + block) * N + n)[:, None] * WORDS + tl.arange(0, WORDS)[None, :]
-        at = weight + at
-    return tl.load(at, mask=mask, other=0)
+        choice, block = at // BLOCKS, at % BLOCKS
+        expert = tl.load(chosen + choice, mask=choice < num_choices, other=-1)
+        there = expert >= 0
+    return choice, tl.maximum(expert, 0).to(tl.int64), block, there
 
 
 @triton.jit
-def _load_tokens(x, order, expert, block, blocks, K, BLOCK_K: tl.constexpr):
-    """[INNER, BLOCK_K] of the rows at x [INNER, 1]."""
-    k = block[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    mask = ((expert >= 0) & (block < blocks))[:, None]
-    if order is not None:
-        at = order + tl.maximum(expert, 0).to(tl.int64)[:, None] * blocks * BLOCK_K + k
-        k = tl.load(at, mask=mask, other=-1)
-        mask = k >= 0
+def _all_token_places(
+    x, order, chosen, slot, num_choices, share, K, x_stride,
+    AHEAD: tl.constexpr, INNER: tl.constexpr, BLOCK_K: tl.constexpr, BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """`_token_places` of the first steps."""
+    places = ()
+    for step in tl.static_range(AHEAD):
+        place = _token_places(
+            x, order, chosen, slot, step * INNER, num_choices, share, K, x_stride,
+            INNER, BLOCK_K, BLOCKS, GATED,
+        )  # fmt: skip
+        places += (place,)  # type: ignore[assignment]  # a tuple of no fixed length
+    return places
+
+
+@triton.jit
+def _load_all(places, AHEAD: tl.constexpr):
+    """What stands at the places of the first steps."""
+    tokens = ()
+    for step in tl.static_range(AHEAD):
+        place = places[step]
+        tokens += (tl.load(place[0], mask=place[1], other=0.0),)  # type: ignore[assignment]
+    return tokens
+
+
+@triton.jit
+def _load_all_weights(
+    weight, scales, zeros, chosen, rows, num_choices, N, K, groups, scale_rows,
+    AHEAD: tl.constexpr, INNER: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr, SPANS: tl.constexpr, CODE: tl.constexpr, GROUP: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """`_load_weight` of the first steps."""
+    loaded = ()
+    for step in tl.static_range(AHEAD):
+        part = _load_weight(
+            weight, scales, zeros, chosen, rows, step * INNER, num_choices,
+            N, K, groups, scale_rows, INNER, BLOCK_N, BLOCK_K, BLOCKS, SPANS, CODE, GROUP,
+            SCALE_BLOCKS, GATED, EVEN,
+        )  # fmt: skip
+        loaded += (part,)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _load_weight(
+    weight,
+    scales,
+    zeros,
+    chosen,
+    rows,
+    first,
+    num_choices,
+    N,
+    K,
+    groups,
+    scale_rows,
+    INNER: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SPANS: tl.constexpr,
+    CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE_BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """For each row of the tile [BLOCK_K] numbers or the words that hold them, and [SPANS] times its
+    scale and its zero, where there are any: so they come to the threads that need them."""
+    at = first + tl.arange(0, BLOCK_N * INNER) % INNER
+    _, expert, block, there = _place(chosen, at, num_choices, BLOCKS, GATED)
+    mask = there[:, None]
+    if CODE == "dense":
+        k = block[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+        place = ((expert * N + rows) * K)[:, None] + k
+        if EVEN:
+            w = tl.load(weight + place, mask=mask, other=0)
+        else:
+            w = tl.load(weight + place, mask=mask & (k < K), other=0)
     else:
-        mask = mask & (k < K)
-    return tl.load(x + k, mask=mask, other=0.0)
+        WORDS: tl.constexpr = BLOCK_K // (8 if CODE == "int4" else 4)
+        place = ((expert * BLOCKS + block) * N + rows)[:, None] * WORDS
+        w = tl.load(weight + place + tl.arange(0, WORDS)[None, :], mask=mask, other=0)
+    loaded = (w,)
+    spans = tl.zeros((1, SPANS), tl.int32)
+    group = tl.where(there, block * BLOCK_K // GROUP, 0) if GROUP > 0 else 0
+    if scales is not None:
+        scale_row = expert * scale_rows + scale_rows_of(rows, N, SCALE_BLOCKS, GATED)
+        place = (scale_row * groups + group)[:, None] + spans
+        loaded += (tl.load(scales + place),)  # type: ignore[assignment]
+    if zeros is not None:
+        place = ((expert * N + rows) * groups + group)[:, None] + spans
+        loaded += (tl.load(zeros + place),)  # type: ignore[assignment]
+    return loaded
+
+
+@triton.jit
+def _token_places(
+    x,
+    order,
+    chosen,
+    slot,
+    first,
+    num_choices,
+    share,
+    K,
+    x_stride,
+    INNER: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    GATED: tl.constexpr,
+):
+    """Where what each block is multiplied by stands, [INNER, BLOCK_K], and whether it is there."""
+    at = first + tl.arange(0, INNER)
+    choice, expert, block, there = _place(chosen, at, num_choices, BLOCKS, GATED)
+    k = block[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
+    if order is not None:
+        place = order + expert * (BLOCKS * BLOCK_K)
+        place = place + k if GATED else place[:, None] + k
+        k = tl.load(place, mask=there[:, None], other=-1)
+        mask = k >= 0
+    elif GATED:
+        mask = k < K
+    else:
+        mask = there[:, None] & (k < K)
+    token = ((slot + choice) // share).to(tl.int64) * x_stride
+    if not GATED:
+        token = token[:, None]
+    return x + token + k, mask
+
+
+@triton.jit
+def _multiply(
+    loaded,
+    tokens,
+    CODE: tl.constexpr,
+    COMPILED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    INNER: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """float32 [BLOCK_N, INNER, SPANS]: a span is what a thread has of a row in 16 bytes. Quantized
+    values are multiplied as they are stored; zeros come off the sums, times which come scales."""
+    w, x = loaded[0], tokens.to(tl.float32)
+    SPAN: tl.constexpr = x.shape[1] // SPANS
+    ZEROS: tl.constexpr = len(loaded) > 2
+    if CODE == "int4":
+        values, x = _int4_values(w, x, COMPILED)
+    elif CODE == "fp8":
+        values = _fp8_values(w, COMPILED)
+    elif CODE == "int8":
+        values = unpack_int8(w, None, tokens.dtype, COMPILED).to(tl.float32)
+    else:
+        values = w.to(tl.float32)
+    x = x.reshape(INNER, SPANS, SPAN)
+    sums = tl.sum(values.reshape(BLOCK_N, INNER, SPANS, SPAN) * x[None, :, :, :], 3)
+    if CODE == "int4" or ZEROS:
+        added, one = 0.0, 1.0  # what is with each stored value, and what its x has of the true one
+        if CODE == "int4":
+            high = (tl.arange(0, SPAN) % 2)[None, None, :] == 1
+            one = tl.where(high, 1.0 + 1.0 / 65536, 1.0)
+            added = tl.where(high, 128.0 + BELOW, 128.0)
+        if ZEROS:
+            zero = loaded[2].to(tl.float32).reshape(BLOCK_N, INNER, SPANS)
+            sums -= zero * tl.sum(x * one, 2)[None, :, :]
+        else:
+            added += 8.0 * one
+        if CODE == "int4":
+            sums -= tl.sum(x * added, 2)[None, :, :]
+    if len(loaded) > 1:
+        sums *= loaded[1].to(tl.float32).reshape(BLOCK_N, INNER, SPANS)
+    return sums
+
+
+@triton.jit
+def _int4_values(words, x, COMPILED: tl.constexpr):
+    """words int32 [R, W] of nibbles and float32 x [I, 8 W] -> what nibbles are taken as [R, 8 W],
+    and what is to be multiplied by that in place of x. By how much the products' sums are too large
+    is up to the caller.
+
+    Two nibbles in the lowest bits of `MAGIC`, low and high, are the bfloat16 numbers 128 + low and
+    128 + high. The word as a float32 is 128 + high + BELOW + low / 65536, which saves taking them
+    apart: its last part goes where the low one's x is less by that part of the high one's.
+    """
+    low, high = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
+    low -= high * (1.0 / 65536)
+    given = tl.join(low, high)
+    pairs = tl.join(
+        tl.join(_pairs(words, COMPILED), _pairs(words >> 8, COMPILED)),
+        tl.join(_pairs(words >> 4, COMPILED), _pairs(words >> 12, COMPILED)),
+    )
+    pairs = _in_order(pairs.reshape(words.shape[0], words.shape[1], 4))
+    values = tl.join((pairs << 16).to(tl.float32, bitcast=True), pairs.to(tl.float32, bitcast=True))
+    return values.reshape(words.shape[0], words.shape[1] * 8), given
+
+
+@triton.jit
+def _pairs(words, COMPILED: tl.constexpr):
+    """Nibbles 0 and 4 of each word, in `MAGIC`."""
+    if COMPILED:
+        # One instruction: the compiler makes two of it where both are constants.
+        return tl.inline_asm_elementwise(
+            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "=r,r,r,r",
+            [words, 0x000F000F, MAGIC],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return (words & 0x000F000F) | MAGIC
+
+
+@triton.jit
+def _fp8_values(words, COMPILED: tl.constexpr):
+    """words int32 [R, W] of e4m3 bytes -> float32 [R, 4 W]. The GPU's own conversion takes half the
+    instructions that bit operations do; here no operand of the tensor cores must come of it."""
+    if COMPILED:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, a, b, c, d;
+            .reg .b32 lows, highs;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 lows, low;
+            cvt.rn.f16x2.e4m3x2 highs, high;
+            mov.b32 {a, b}, lows;
+            mov.b32 {c, d}, highs;
+            cvt.f32.f16 $0, a;
+            cvt.f32.f16 $1, b;
+            cvt.f32.f16 $2, c;
+            cvt.f32.f16 $3, d;
+            }""",
+            "=f,=f,=f,=f,r",
+            [words],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        a, b, c, d = _fp8(words << 24), _fp8(words << 16), _fp8(words << 8), _fp8(words)
+    low, high = _in_order(tl.join(a, b)), _in_order(tl.join(c, d))
+    return tl.join(low, high).reshape(words.shape[0], words.shape[1] * 4)
+
+
+@triton.jit
+def _fp8(words):
+    """The highest byte of each word: exponents of float32 are larger by 120. The shift fills in the
+    sign, of which the mask leaves one bit."""
+    return ((words >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 2.0**120
+
+
+@triton.jit
+def _in_order(parts):
+    """parts [R, W, I] of each word -> [R, W I], by their columns."""
+    R: tl.constexpr = parts.shape[0]
+    W: tl.constexpr = parts.shape[1]
+    I: tl.constexpr = parts.shape[2]  # noqa: E741
+    return parts.reshape(R, W // 4, 4, I).permute(0, 1, 3, 2).reshape(R, W * I)
 
 
 @triton.jit

@@ -32,7 +32,10 @@ ROW_PROGRAMS = 64
 MIN_COLUMNS = 512
 MAX_SPLITS = 8
 """Parts of the hidden size, where tokens are several."""
-DISTINCT_TOKENS = (1, 8, 16, FEW_TOKENS + 1)
+WIDE_TOKENS = 128
+"""Above it a program has WIDE_EXPERTS experts: fewer read the same tokens, and there are enough."""
+WIDE_EXPERTS = 64
+DISTINCT_TOKENS = (1, 8, 16, WIDE_TOKENS + 1, FEW_TOKENS + 1)
 """Numbers of tokens for which kernels differ."""
 
 
@@ -154,14 +157,15 @@ class Tiling:
 
 def tile(num_tokens: int, num_experts: int, hidden: int) -> Tiling:
     """One token: a row of the weight for each program, in one warp if it is short. Several: a
-    tile of 16 rows for tensor cores."""
+    tile of 16 rows for tensor cores, or of more."""
     if num_tokens == 1:
         block_h = triton.next_power_of_2(hidden)
         while num_experts * triton.cdiv(hidden, block_h) < ROW_PROGRAMS and block_h > MIN_COLUMNS:
             block_h //= 2
         return Tiling(1, 1, block_h, num_warps=min(8, max(1, block_h // 2048)))
     block_h = max(64, triton.next_power_of_2(triton.cdiv(hidden, MAX_SPLITS)))
-    return Tiling(8 if num_tokens <= 8 else 16, 16, block_h, num_warps=4)
+    block_e = WIDE_EXPERTS if num_tokens > WIDE_TOKENS and num_experts >= WIDE_EXPERTS else 16
+    return Tiling(8 if num_tokens <= 8 else 16, block_e, block_h, num_warps=4)
 
 
 class Gate:
