@@ -83,6 +83,7 @@ def product_launch(
             "BLOCK_M": plan.block_m,
             "BLOCK_K": packed.block_k or tiling.block_k,
             "HALVES": plan.block_m >= LARGE_BLOCK_M,
+            "ONCE": not tiling.programs,
             "num_stages": tiling.stages,
         },
     )

@@ -45,6 +45,7 @@ def product_kernel(
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
     HALVES: tl.constexpr,
+    ONCE: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -54,30 +55,68 @@ def product_kernel(
 
     A block has up to BLOCK_M slots of one expert: `experts` int32 [blocks], `slots` int32
     [blocks, BLOCK_M] with num_slots for none, which come last, `num_blocks` int32 [1]. Programs
-    take tiles of N, block after block, until there are no more; with HALVES those of a block that
-    is not half full are half as large. The weight is as `packing.Packed` says.
+    take tiles of N, block after block, until there are no more, ONCE one each; with HALVES those of
+    a block that is not half full are half as large. The weight is as `packing.Packed` says.
     """
     tiles = tl.cdiv(N, BLOCK_N)
-    if PDL:
+    if PDL and GATED:
         gdc_wait()
         gdc_launch_dependents()
+    first = tl.program_id(0)
+    m = tl.arange(0, BLOCK_M)
+    # Asked for before it is known whether there are so many blocks: there is room for them.
+    expert = tl.load(experts + first // tiles)
+    slot = tl.load(slots + first // tiles * BLOCK_M + m)
     total = tl.load(num_blocks) * tiles
-    for work in tl.range(tl.program_id(0), total, tl.num_programs(0)):
-        block, tile = work // tiles, work % tiles
-        expert = tl.load(experts + block)
-        at = slots + block * BLOCK_M
-        if HALVES and tl.load(at + BLOCK_M // 2) == num_slots:
-            _multiply(
-                x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
-                out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M // 2, BLOCK_N,
-                BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+    if PDL and not GATED:
+        # Blocks are older than the kernel before this one.
+        gdc_wait()
+        gdc_launch_dependents()
+    if ONCE:
+        if first < total:
+            _tile(
+                x, weight, descriptor, scales, zeros, order, expert, first % tiles, slot,
+                slots + first // tiles * BLOCK_M, factors, out, num_slots, share, N, K, x_stride,
+                groups, scale_rows, BLOCK_M, BLOCK_N, BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED,
+                EVEN, HALVES, COMPILED,
             )  # fmt: skip
-        else:
-            _multiply(
-                x, weight, descriptor, scales, zeros, order, expert, tile, at, factors,
-                out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M, BLOCK_N,
-                BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+    else:
+        for work in tl.range(first, total, tl.num_programs(0)):
+            following = tl.minimum(work + tl.num_programs(0), total - 1) // tiles
+            its_expert = tl.load(experts + following)
+            its_slot = tl.load(slots + following * BLOCK_M + m)
+            _tile(
+                x, weight, descriptor, scales, zeros, order, expert, work % tiles, slot,
+                slots + work // tiles * BLOCK_M, factors, out, num_slots, share, N, K, x_stride,
+                groups, scale_rows, BLOCK_M, BLOCK_N, BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED,
+                EVEN, HALVES, COMPILED,
             )  # fmt: skip
+            expert, slot = its_expert, its_slot
+
+
+@triton.jit
+def _tile(
+    x, weight, descriptor, scales, zeros, order, expert, tile, slot, slot_at, factors, out,
+    num_slots, share, N, K, x_stride, groups, scale_rows,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CODE: tl.constexpr,
+    GROUP: tl.constexpr, SCALE_BLOCKS: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr,
+    HALVES: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """A tile, of the slots [BLOCK_M], which stand at `slot_at`: of half of them, if no more are
+    filled."""
+    if HALVES and tl.load(slot_at + BLOCK_M // 2) == num_slots:
+        half = tl.load(slot_at + tl.arange(0, BLOCK_M // 2))
+        _multiply(
+            x, weight, descriptor, scales, zeros, order, expert, tile, half, factors,
+            out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M // 2, BLOCK_N,
+            BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+        )  # fmt: skip
+    else:
+        _multiply(
+            x, weight, descriptor, scales, zeros, order, expert, tile, slot, factors,
+            out, num_slots, share, N, K, x_stride, groups, scale_rows, BLOCK_M, BLOCK_N,
+            BLOCK_K, CODE, GROUP, SCALE_BLOCKS, GATED, EVEN, COMPILED,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -90,7 +129,7 @@ def _multiply(
     order,
     expert,
     tile,
-    slot_at,
+    slot,
     factors,
     out,
     num_slots,
@@ -110,11 +149,10 @@ def _multiply(
     EVEN: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """A tile, of the slots that stand at `slot_at`."""
+    """A tile, of the slots [BLOCK_M]."""
     OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     SCALED: tl.constexpr = scales is not None and GROUP > 0
     columns = N // 2 if GATED else N
-    slot = tl.load(slot_at + tl.arange(0, BLOCK_M))
     valid = slot < num_slots
     token_at = x + (slot // share).to(tl.int64) * x_stride
     if GATED and descriptor is not None:
