@@ -27,6 +27,7 @@ def compile_for_hopper(*arguments: str | int) -> str:
     [
         ("int4", 128, 16, 64, 2),
         ("int4", 128, 16, 128, 4),
+        ("int4", 128, 64, 128, 8),
         ("int4", 128, 64, 256, 16),
         ("int4", 0, 16, 64, 4),
         ("int8", 128, 16, 64, 2),
@@ -50,6 +51,8 @@ def test_weights_reach_the_mma_in_registers(
     in_registers = re.findall(r"wgmma\.mma_async\S+ \{[^}]+\}, \{[^}]+\}, %rd", loop)
     assert len(in_registers) == (len(products) if wide else 0)
     assert "ldmatrix" in loop and "stmatrix" not in loop
+    # Of a block no MMA is under way any more when the next one's values are made.
+    assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", text)) <= {"0"}
     # What goes there in 16 bits are a tile's zeros.
     assert set(re.findall(r"st\.shared\S*", loop)) <= {"st.shared.b16"}
     assert len(re.findall(r"st\.shared\.b16", loop)) <= 1

@@ -11,7 +11,7 @@ CODE says how a weight is stored: "dense", or by words of "int4", "int8", "fp8" 
 import triton
 import triton.language as tl
 
-from rackmount_registry.device.unpack import unpack_fp8, unpack_int4, unpack_int8
+from rackmount_registry.device.unpack import complete, unpack_fp8, unpack_int4, unpack_int8
 
 
 @triton.jit
@@ -122,4 +122,6 @@ def add_block(
         acc += tl.dot(values, tokens.T) * scale.to(tl.float32)[:, None]
     else:
         acc = tl.dot(values, tokens.T, acc)
+        if CODE != "dense":
+            acc = complete(acc, COMPILED)
     return acc

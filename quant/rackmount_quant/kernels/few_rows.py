@@ -2,9 +2,8 @@
 
 Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Up to 16 rows such
 products are as exact as the weight: a group's scale multiplies a float32 sum. Above, it multiplies
-the values, and is rounded to 16 bits as they are: then one chain of MMAs runs while the next values
-are unpacked, in fewer registers. Of inputs that were rounded to the weight's eight bits, both go to
-the MMA as they are.
+the values, and is rounded to 16 bits as they are, which takes fewer registers. Of inputs that were
+rounded to the weight's eight bits, both go to the MMA as they are.
 
 How it is cut into programs: `rackmount_quant.kernels.stream_k`. How words hold values:
 `rackmount_registry.device.unpack`.
@@ -23,6 +22,7 @@ from rackmount_quant.kernels.planes import (
 from rackmount_quant.kernels.stream_k import finish, load_rows, tile_rows
 from rackmount_registry.device.prefetch import prefetch
 from rackmount_registry.device.unpack import (
+    complete,
     unpack_fp8,
     unpack_int4,
     unpack_int8,
@@ -187,8 +187,10 @@ def few_rows_kernel(
                 part *= tl.load(at + m, mask=m < M, other=0.0)[None, :]
             acc += part
             sum_scale = loaded
-        else:
+        elif PLANES or ROUNDED:
             acc = part
+        else:
+            acc = complete(part, COMPILED)
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation
             if (flat + 1 == last) | (flat + 1 == (tile + 1) * blocks):
                 sums = acc.to(tl.float32)

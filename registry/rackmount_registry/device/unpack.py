@@ -175,3 +175,19 @@ def _fma(x, y, z, dtype: tl.constexpr, COMPILED: tl.constexpr):
         high += _low(z >> 16, dtype).to(tl.float32)
         out = (_twice(low, dtype) & 0xFFFF) | (_twice(high, dtype) << 16)
     return out
+
+
+@triton.jit
+def complete(sums, COMPILED: tl.constexpr):
+    """The sums of an MMA that took such values, of which the compiler must not think that only the
+    next MMA needs them: so it waits for them.
+
+    wgmma reads values from registers while the program goes on. The compiler would let eight MMAs
+    be under way, and wait for one before the next block's values take its place; but those are all
+    made before the first of them is multiplied, over what is still read.
+    """
+    if COMPILED:
+        sums = tl.inline_asm_elementwise(
+            "// $0 is complete", "=r,0", [sums], dtype=sums.dtype, is_pure=True, pack=1
+        )
+    return sums
