@@ -31,6 +31,8 @@ HARMLESS_BY_REASON = {
 
 HARMLESS = frozenset(" ".join(HARMLESS_BY_REASON.values()).split())
 """Keys that no model needs to read."""
+MOST_SHOWN = 300
+"""Characters of a value in an error."""
 
 T = TypeVar("T")
 
@@ -166,8 +168,11 @@ class ConfigReader:
             )
 
     def error(self, key: str, rule: str) -> ConfigError:
-        """The error to raise for a key that breaks a rule: file, key, value and rule."""
-        return ConfigError(f"{self._file}: {key}={self._values.get(key)!r} {rule}")
+        """The error to raise for a key that breaks a rule: file, key, value and rule. Of a long
+        value the beginning."""
+        value = repr(self._values.get(key))
+        shown = value if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]}..."
+        return ConfigError(f"{self._file}: {key}={shown} {rule}")
 
 
 def _is_number(value: object) -> bool:

@@ -128,6 +128,13 @@ def test_a_nested_reader_is_none_where_there_is_nothing_and_an_error_where_no_ob
         c.sub("quantization")
 
 
+def test_an_error_shows_the_beginning_of_a_long_value() -> None:
+    long = ConfigReader({"names": ["layer"] * 1000}, "config.json").error("names", "must be short")
+    assert 300 < len(str(long)) < 400
+    assert str(long).startswith("config.json: names=['layer', ")
+    assert str(long).endswith("... must be short")
+
+
 def test_a_reader_can_be_copied_with_its_record() -> None:
     c = reader(a=1, b=2)
     _ = c.a

@@ -175,7 +175,13 @@ def test_maps_go_with_the_scales_that_were_found_without_them(llama: Path, tmp_p
     )
     assert len(config["quantization_config"]["transform_config"]["config_groups"]) == 4
     plain, _ = calibrated(llama, tmp_path / "2", {"kv_scales": "head", "weights": "fp8"})
-    again, config = calibrated(tmp_path / "1", tmp_path / "3", {"kv_scales": "head"})
+    (tmp_path / "text").write_text(TEXT)
+    asked = ["calibrate", str(tmp_path / "1"), "--data", str(tmp_path / "text"), "--out"]
+    asked += [str(tmp_path / "3"), "--device", "cpu", "--context", str(CONTEXT)]
+    outcome = CliRunner().invoke(build_app(plugins()), [*asked, "--kv-scales", "head"])
+    assert "maps of keys are left out" in outcome.output, outcome.output
+    again = load_file(tmp_path / "3" / "model.safetensors")
+    config = json.loads((tmp_path / "3" / "config.json").read_text())
     assert "transform_config" not in config["quantization_config"]
     assert again.keys() == plain.keys() < first.keys()
     with Engine(tmp_path / "1", manager=plugins(), max_model_len=64, device="cpu") as engine:

@@ -73,7 +73,8 @@ def _cuts(dense: bool, block_m: int) -> tuple[tuple[int, int, int], ...]:
         return (32, 256, 4), (64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 4), (64, 256, 4)
     if block_m >= 64:
         return (64, 0, 4), (128, 0, 8)
-    return (64, 0, 4), (128, 0, 4), (128, 0, 8)
+    # Every tile of a block reads its tokens again: wide ones less often.
+    return (64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8), (256, 0, 16)
 
 
 def _vector_tilings(packed: Packed, choices: int) -> Iterator[Tiling]:

@@ -82,8 +82,10 @@ def calibrate(
 
 
 def summary(seen: Observed) -> list[str]:
-    """The largest keys and values, and where they were."""
+    """The largest keys and values, and where they were; and what is left out."""
     lines = []
+    if seen.maps_left_out:
+        lines.append("the model's maps of keys are left out; --key-maps finds new ones")
     keys = "mapped keys" if seen.maps else "keys"
     for what, table in ((keys, seen.keys), ("values", seen.values)):
         if table:

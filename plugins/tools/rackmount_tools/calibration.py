@@ -152,6 +152,8 @@ def write_calibrated(
             key_maps=asked.key_maps,
         )
         _require_finite(seen)
+        stored = checkpoint.config.get(SECTION) or {}
+        seen.maps_left_out = TRANSFORMS in stored and not asked.key_maps
         tensors = RoundedTensors(
             rack=rack,
             checkpoint=checkpoint,

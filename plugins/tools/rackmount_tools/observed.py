@@ -35,6 +35,8 @@ class Observed:
     values: dict[int, ScaleSearch] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Largest magnitude over all features: float32 []."""
+    maps_left_out: bool = False
+    """The model had maps of keys, and scales are those of keys without."""
 
 
 def observe(
