@@ -21,7 +21,7 @@ HALF = 1e-3
 """What rounding to half precision costs."""
 TILING = Tiling(block_n=32, block_k=32, stages=2, warps=4)
 FEW = Plan(Tiling(32, 64, 1, 4), Tiling(32, 32, 1, 4))
-STEPS = Plan(Tiling(8, 32, 8, 4), Tiling(4, 32, 8, 4))
+STEPS = Plan(Tiling(64, 32, 8, 4), Tiling(32, 32, 8, 4))
 BLOCKS = Plan(TILING, replace(TILING, block_n=64), block_m=16)
 PLANS = {
     "few": FEW,
