@@ -31,12 +31,14 @@ TYPES = {
     torch.float32: "*fp32",
     torch.int32: "*i32",
     torch.int16: "*i16",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 
 
 def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
-    """As a launch with these arguments would compile it."""
-    arguments = arguments | {"COMPILED": True, "PDL": True, "launch_pdl": True}
+    """As a launch with these arguments would compile it; `capability` is 90 for 9.0."""
+    early = capability >= 90
+    arguments = arguments | {"COMPILED": True, "PDL": early, "launch_pdl": early}
     options = {name: arguments.pop(name) for name in OPTIONS if name in arguments}
     signature, constants, facts = {}, {}, {}
     for index, parameter in enumerate(kernel.params):

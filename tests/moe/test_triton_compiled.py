@@ -34,7 +34,7 @@ def packed(form, n, k):
     )
 
 torch.set_default_device("meta")
-form, which, tiling = sys.argv[1], sys.argv[2], Tiling(*map(int, sys.argv[3:]))
+form, which, tiling = sys.argv[1], sys.argv[2], Tiling(*map(int, sys.argv[3:7]))
 layer = Prepared(packed(form, 1536, 2048), packed(form, 2048, 768), ())
 ids, weights = torch.empty((1, 8), dtype=torch.int32), torch.empty((1, 8))
 x, act = (torch.empty(size, dtype=torch.bfloat16) for size in ((1, 2048), (8, 768)))
@@ -47,7 +47,10 @@ elif which == "gate_up":
     kernel, _, arguments = vector_launch(plan, layer, x, ids, weights, act)
 else:
     kernel, _, arguments = vector_launch(plan, layer, act, ids, None, x)
-made = compiled(kernel, arguments, 90)
+capability = int(sys.argv[7])
+if "CONVERTS" in arguments:
+    arguments["CONVERTS"] = capability >= 89
+made = compiled(kernel, arguments, capability)
 print(stack_of(made), made.asm["ptx"])
 """
 
@@ -88,10 +91,18 @@ def test_no_mma_is_under_way_when_the_next_values_are_made(
     assert set(re.findall(r"wgmma\.wait_group\.sync\.aligned (\d+)", text)) == {"0"}
 
 
-def compile_product(form: str, which: str, tiling: tuple[int, int, int, int]) -> str:
+@pytest.mark.parametrize("capability", [80, 86, 89])
+def test_fp8_is_widened_where_no_instruction_does(capability: int) -> None:
+    text = compile_product("fp8", "gate_up", (4, 1024, 2, 2), capability)
+    assert ("cvt.rn.f16x2.e4m3x2" in text) == (capability >= 89)
+
+
+def compile_product(
+    form: str, which: str, tiling: tuple[int, int, int, int], capability: int = 90
+) -> str:
     """Bytes of a thread's stack and PTX, by a process of its own: the tests' interprets kernels."""
     return subprocess.run(
-        [sys.executable, "-c", PROGRAM, form, which, *map(str, tiling)],
+        [sys.executable, "-c", PROGRAM, form, which, *map(str, tiling), str(capability)],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,

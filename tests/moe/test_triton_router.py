@@ -175,6 +175,25 @@ def test_rows_of_the_input_may_lie_apart() -> None:
     [(128, 2048, 1), (256, 7168, 1), (8, 4096, 8), (60, 2048, 2), (4, 100, 1)],
 )
 def test_one_token_is_read_by_many_programs(num_experts: int, hidden: int, splits: int) -> None:
-    tiling = router.tile(1, num_experts, hidden)
+    tiling = router.tile(1, num_experts, hidden, 2)
     assert -(-hidden // tiling.block_h) == splits
     assert tiling.block_h * splits >= hidden
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("num_experts", [8, 64, 128, 256])
+@pytest.mark.parametrize("hidden", [100, 2048, 4096, 7168])
+def test_a_wide_tile_fits_any_multiprocessor(hidden: int, num_experts: int, itemsize: int) -> None:
+    few, many = (router.tile(n, num_experts, hidden, itemsize) for n in (128, 129))
+    assert few.block_e == 16
+    if many.block_e > 16:
+        assert (many.block_e + many.block_t) * many.block_h * itemsize <= 48 << 10
+    assert (many.block_e == 64) == (
+        num_experts >= 64 and (hidden <= 100 or (hidden == 2048 and itemsize == 2))
+    )
+
+
+def test_many_tokens_go_by_wide_tiles() -> None:
+    x, weight = randn(129, HIDDEN), randn(70, HIDDEN, seed=1) / 4
+    routing = Routing(top_k=3)
+    assert_defined(x, weight, routing, None, slots_of(129))

@@ -178,12 +178,15 @@ class TritonAttention:
             )
 
     def _tiles(self, params: AttentionParams) -> DecodeTiles:
-        return decode_tiles(params.head_size, self._context.kv_dtype.itemsize)
+        return decode_tiles(*self._shape(params), self._capability)
 
     def _resident(self, params: AttentionParams) -> int:
-        itemsize = self._context.kv_dtype.itemsize
-        tiles = self._tiles(params)
-        return resident_programs(tiles, params.head_size, itemsize, self._capability)
+        return resident_programs(self._tiles(params), *self._shape(params), self._capability)
+
+    def _shape(self, params: AttentionParams) -> tuple[int, int, int]:
+        """Head size, query heads of a key head, bytes of an element of the cache."""
+        group = params.num_heads // params.num_kv_heads
+        return params.head_size, group, self._context.kv_dtype.itemsize
 
     def _programs(self, params: AttentionParams) -> int:
         """Programs per key head of a decode launch: as many as the GPU holds at once."""

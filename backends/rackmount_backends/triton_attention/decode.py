@@ -5,7 +5,8 @@ whatever lengths it is replayed with: the tiles of keys of all requests, one req
 other, are cut into shares of the same size, wherever requests begin (stream-K, arXiv 2301.03598).
 So all programs end together, in one wave. A request that lies in one share is written out at once.
 Otherwise the program that ends last merges its parts, in their order, so that results do not depend
-on which one that is.
+on which one that is. They do depend, in their last bits, on where shares end, and so on the lengths
+of the requests before.
 
 There is one compiled kernel for each kind of layer, whatever the number of requests: every program
 looks at as many lengths as the engine may have requests.

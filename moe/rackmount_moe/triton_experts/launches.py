@@ -113,6 +113,7 @@ def vector_launch(
             "BLOCK_K": block_k,
             "BLOCKS": blocks,
             "PREFETCH": plan.prefetch if gated else 0,
+            "CONVERTS": converts_fp8(x.device),
             **_arguments(packed, tiling, x, ids, weights, out),
             "experts": ids,
         },
@@ -145,6 +146,11 @@ def combine_launch(results: Tensor, ids: Tensor, out: Tensor) -> Launch:
             **launch_options(out.device),
         },
     )
+
+
+def converts_fp8(device: torch.device) -> bool:
+    """Whether it has an instruction that widens FP8."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def num_multiprocessors(device: torch.device) -> int:

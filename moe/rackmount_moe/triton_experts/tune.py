@@ -25,7 +25,7 @@ from triton.runtime import driver
 
 from rackmount_moe.triton_experts.align import Blocks
 from rackmount_moe.triton_experts.candidates import block_sizes, neighbours, tilings
-from rackmount_moe.triton_experts.launches import Prepared
+from rackmount_moe.triton_experts.launches import Prepared, converts_fp8
 from rackmount_moe.triton_experts.packing import Packed
 from rackmount_moe.triton_experts.table import BUCKETS, Plan, Table, Tiling
 from rackmount_moe.triton_experts.timing import (
@@ -184,7 +184,8 @@ def brief(which: Which, plan: Plan) -> str:
 
 
 def key_of(which: Which, plan: Plan) -> Key:
-    return which, plan.block_m, plan.prefetch, replace(tiling_of(plan, which), programs=0)
+    tiling = tiling_of(plan, which)
+    return which, plan.block_m, plan.prefetch, replace(tiling, programs=min(1, tiling.programs))
 
 
 @contextmanager
@@ -221,6 +222,8 @@ def _build(layer: Prepared, dtype: torch.dtype, top_k: int, which: Which, plan: 
     kernel, grid, arguments = launch_of(given, layer, which, plan, blocks)
     early = torch.cuda.get_device_capability() >= (9, 0)
     arguments |= {"COMPILED": True, "PDL": early, "launch_pdl": early}
+    if not plan.block_m:
+        arguments["CONVERTS"] = converts_fp8(torch.device("cuda"))
     kernel.warmup(grid=grid, **arguments)
 
 

@@ -57,6 +57,7 @@ def vector_kernel(
     GATED: tl.constexpr,
     EVEN: tl.constexpr,
     PREFETCH: tl.constexpr,
+    CONVERTS: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -71,7 +72,7 @@ def vector_kernel(
     STEPS steps that are all on their way before the first is multiplied; or, where STEPS is 0, in a
     loop, the next ones while it multiplies. The weight is as `packing.Packed` says. PREFETCH: so
     many lines of the same expert's weight in `following`, of `following_size` elements each, are
-    called into L2.
+    called into L2. CONVERTS: the GPU has an instruction that widens FP8.
     """
     OUT: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     SPANS: tl.constexpr = BLOCK_K // (32 if CODE == "int4" else 16 if CODE != "dense" else 8)
@@ -111,9 +112,11 @@ def vector_kernel(
     if not GATED:
         tokens = _load_all(places, AHEAD)
     if STEPS > 0:
-        acc = _multiply(loaded[0], tokens[0], CODE, COMPILED, BLOCK_N, INNER, SPANS)
+        acc = _multiply(loaded[0], tokens[0], CODE, CONVERTS, COMPILED, BLOCK_N, INNER, SPANS)
         for step in tl.static_range(1, STEPS):
-            acc += _multiply(loaded[step], tokens[step], CODE, COMPILED, BLOCK_N, INNER, SPANS)
+            acc += _multiply(
+                loaded[step], tokens[step], CODE, CONVERTS, COMPILED, BLOCK_N, INNER, SPANS
+            )
     else:
         acc = tl.zeros((BLOCK_N, INNER, SPANS), tl.float32)
         part, given = loaded[0], tokens[0]
@@ -128,7 +131,7 @@ def vector_kernel(
                 INNER, BLOCK_K, BLOCKS, GATED,
             )  # fmt: skip
             next_given = tl.load(at, mask=mask, other=0.0)
-            acc += _multiply(part, given, CODE, COMPILED, BLOCK_N, INNER, SPANS)
+            acc += _multiply(part, given, CODE, CONVERTS, COMPILED, BLOCK_N, INNER, SPANS)
             part, given = next_part, next_given
     if COMPILED and PREFETCH > 0:
         _prefetch(following, chosen, tile, following_size, PREFETCH)
@@ -295,6 +298,7 @@ def _multiply(
     loaded,
     tokens,
     CODE: tl.constexpr,
+    CONVERTS: tl.constexpr,
     COMPILED: tl.constexpr,
     BLOCK_N: tl.constexpr,
     INNER: tl.constexpr,
@@ -308,7 +312,7 @@ def _multiply(
     if CODE == "int4":
         values, x = _int4_values(w, x, COMPILED)
     elif CODE == "fp8":
-        values = _fp8_values(w, COMPILED)
+        values = _fp8_values(w, CONVERTS)
     elif CODE == "int8":
         values = unpack_int8(w, None, tokens.dtype, COMPILED).to(tl.float32)
     else:
@@ -373,10 +377,11 @@ def _pairs(words, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _fp8_values(words, COMPILED: tl.constexpr):
-    """words int32 [R, W] of e4m3 bytes -> float32 [R, 4 W]. The GPU's own conversion takes half the
-    instructions that bit operations do; here no operand of the tensor cores must come of it."""
-    if COMPILED:
+def _fp8_values(words, CONVERTS: tl.constexpr):
+    """words int32 [R, W] of e4m3 bytes -> float32 [R, 4 W]. The GPU's own conversion, from compute
+    capability 8.9 on, takes half the instructions that bit operations do; here no operand of the
+    tensor cores must come of it."""
+    if CONVERTS:
         a, b, c, d = tl.inline_asm_elementwise(
             """{
             .reg .b16 low, high, a, b, c, d;

@@ -35,6 +35,8 @@ MAX_SPLITS = 8
 WIDE_TOKENS = 128
 """Above it a program has WIDE_EXPERTS experts: fewer read the same tokens, and there are enough."""
 WIDE_EXPERTS = 64
+WIDE_BYTES = 48 << 10
+"""Of a tile of so many rows, with its tokens, at most: both lie in shared memory."""
 DISTINCT_TOKENS = (1, 8, 16, WIDE_TOKENS + 1, FEW_TOKENS + 1)
 """Numbers of tokens for which kernels differ."""
 
@@ -155,17 +157,19 @@ class Tiling:
     num_warps: int
 
 
-def tile(num_tokens: int, num_experts: int, hidden: int) -> Tiling:
-    """One token: a row of the weight for each program, in one warp if it is short. Several: a
-    tile of 16 rows for tensor cores, or of more."""
+def tile(num_tokens: int, num_experts: int, hidden: int, itemsize: int) -> Tiling:
+    """`itemsize` bytes a number of the weight. One token: a row of the weight for each program, in
+    one warp if it is short. Several: a tile of 16 rows for tensor cores, or of more."""
     if num_tokens == 1:
         block_h = triton.next_power_of_2(hidden)
         while num_experts * triton.cdiv(hidden, block_h) < ROW_PROGRAMS and block_h > MIN_COLUMNS:
             block_h //= 2
         return Tiling(1, 1, block_h, num_warps=min(8, max(1, block_h // 2048)))
     block_h = max(64, triton.next_power_of_2(triton.cdiv(hidden, MAX_SPLITS)))
-    block_e = WIDE_EXPERTS if num_tokens > WIDE_TOKENS and num_experts >= WIDE_EXPERTS else 16
-    return Tiling(8 if num_tokens <= 8 else 16, block_e, block_h, num_warps=4)
+    block_t = 8 if num_tokens <= 8 else 16
+    wide = num_tokens > WIDE_TOKENS and num_experts >= WIDE_EXPERTS
+    wide = wide and (WIDE_EXPERTS + block_t) * block_h * itemsize <= WIDE_BYTES
+    return Tiling(block_t, WIDE_EXPERTS if wide else 16, block_h, num_warps=4)
 
 
 class Gate:
@@ -243,7 +247,7 @@ def _launch(
         grid = (triton.cdiv(num_tokens, ROUTE_TOKENS),)
         many = {"logits": F.linear(x, weight), "BLOCK_T": ROUTE_TOKENS, "num_warps": 4}
         return route_kernel, grid, shared | many
-    blocks = tile(num_tokens, num_experts, hidden)
+    blocks = tile(num_tokens, num_experts, hidden, weight.element_size())
     splits = triton.cdiv(hidden, blocks.block_h)
     tokens = triton.cdiv(num_tokens, blocks.block_t)
     assert tokens <= ROUTER_ARRIVALS
