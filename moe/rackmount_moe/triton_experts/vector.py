@@ -16,10 +16,12 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_moe.triton_experts.block import scale_rows_of, silu_mul
 from rackmount_registry.device.prefetch import prefetch
-from rackmount_registry.device.unpack import unpack_int8
+from rackmount_registry.device.unpack import and_or, unpack_int8
 
 LINE: tl.constexpr = tl.constexpr(128)
 """Bytes that one prefetch brings."""
+NIBBLES: tl.constexpr = tl.constexpr(0x000F000F)
+"""The lowest of both halves of a word."""
 MAGIC: tl.constexpr = tl.constexpr(0x43004300)
 """128 in both halves of a word, in bfloat16: its lowest bits are worth 1."""
 BELOW: tl.constexpr = tl.constexpr(0x4300 / 65536)
@@ -351,29 +353,17 @@ def _int4_values(words, x, COMPILED: tl.constexpr):
     low -= high * (1.0 / 65536)
     given = tl.join(low, high)
     pairs = tl.join(
-        tl.join(_pairs(words, COMPILED), _pairs(words >> 8, COMPILED)),
-        tl.join(_pairs(words >> 4, COMPILED), _pairs(words >> 12, COMPILED)),
+        tl.join(
+            and_or(words, NIBBLES, MAGIC, COMPILED), and_or(words >> 8, NIBBLES, MAGIC, COMPILED)
+        ),
+        tl.join(
+            and_or(words >> 4, NIBBLES, MAGIC, COMPILED),
+            and_or(words >> 12, NIBBLES, MAGIC, COMPILED),
+        ),
     )
     pairs = _in_order(pairs.reshape(words.shape[0], words.shape[1], 4))
     values = tl.join((pairs << 16).to(tl.float32, bitcast=True), pairs.to(tl.float32, bitcast=True))
     return values.reshape(words.shape[0], words.shape[1] * 8), given
-
-
-@triton.jit
-def _pairs(words, COMPILED: tl.constexpr):
-    """Nibbles 0 and 4 of each word, in `MAGIC`."""
-    if COMPILED:
-        # One instruction: the compiler makes two of it where both are constants.
-        return tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;",
-            "=r,r,r,r",
-            [words, 0x000F000F, MAGIC],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return (words & 0x000F000F) | MAGIC
 
 
 @triton.jit

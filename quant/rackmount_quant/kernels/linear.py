@@ -54,8 +54,10 @@ class Prepared:
 class QuantizedLinear:
     """y = x W^T for a quantized weight and x in bfloat16 or float16.
 
-    Few rows are multiplied with the weight as exactly as it is stored. Subclasses pack it, and may
-    multiply many rows in another way than with the dequantized matrix, which is rounded to 16 bits.
+    Up to 16 rows are multiplied with the weight as it is stored, up to the rounding of float32 sums
+    (one row meets stored values that are up to 384 larger); above, a group's scale rounds values to
+    16 bits. Subclasses pack the weight, and may multiply many rows in another way than with the
+    dequantized matrix, which is rounded to 16 bits.
     """
 
     def __init__(self, choose: Choose = tuning.choose) -> None:
