@@ -1,5 +1,6 @@
 """The engine core at work for another process."""
 
+import gc
 import logging
 import time
 from collections.abc import Iterator
@@ -39,6 +40,9 @@ def serve(peer: zmq.Socket[bytes]) -> bool:
     mail, core = Mail(peer), None
     try:
         core = _build(mail.take(), mail)
+        # A full collection would look through all that is loaded, for 100 ms in which no step goes.
+        gc.collect()
+        gc.freeze()
         CoreLoop(core, mail).run()
     except BaseException as error:
         mail.send(messages.Trouble.of(error))  # first: closing may take as long as it takes
@@ -48,6 +52,7 @@ def serve(peer: zmq.Socket[bytes]) -> bool:
         finally:
             mail.await_close()
         return False
+    gc.unfreeze()  # it ends as any other process does
     core.close()
     return True
 

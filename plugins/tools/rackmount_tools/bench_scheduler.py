@@ -91,7 +91,7 @@ def measure(loads: list[Load], block_size: int, num_rounds: int) -> list[dict[st
     """One row of figures for each load, in microseconds per step."""
     runs = [Run(load, block_size, num_rounds * block_size) for load in loads]
     gc.collect()
-    gc.freeze()  # as a server does after its start: the cache's blocks are not searched for garbage
+    gc.freeze()  # as a server's core does: the cache's blocks are not searched for garbage
     times = np.empty((len(runs), num_rounds, block_size, len(PARTS)))
     for turn in range(num_rounds):
         for place, run in enumerate(runs):
