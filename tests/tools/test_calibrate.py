@@ -419,6 +419,7 @@ def test_what_a_model_cannot_is_refused(llama: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=refusal):
             calibrated(folder, tmp_path / out, asked, **others)
+    assert {each.name for each in tmp_path.iterdir()} == {"fp8", "moe", "full"}  # nothing is left
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (moe / name).unlink()
     with pytest.raises(ConfigError, match="no tokenizer"):

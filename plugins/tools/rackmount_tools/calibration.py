@@ -139,32 +139,32 @@ def write_calibrated(
                     for layer in rack.draft.attention
                 }
             )
-        folder = new_folder(out)
-        sequences = _sequences(checkpoint, rack, text, max_tokens) if asked.needs_data else []
-        per_head = asked.kv_scales == "head"
-        seen = observe(
-            rack,
-            checkpoint,
-            sequences,
-            report,
-            per_head=per_head,
-            inputs=asked.static,
-            key_maps=asked.key_maps,
-        )
-        _require_finite(seen)
-        stored = checkpoint.config.get(SECTION) or {}
-        seen.maps_left_out = TRANSFORMS in stored and not asked.key_maps
-        tensors = RoundedTensors(
-            rack=rack,
-            checkpoint=checkpoint,
-            scheme=_scheme(section, manager) if asked.weights != "none" else None,
-            per_head=None if asked.kv_scales == "none" else per_head,
-            static=asked.static,
-            seen=seen,
-        )
-        write_tensors(folder, _reported(tensors, report))
-        _write_tokenizer(path, checkpoint, config, folder)
-        write_json(folder / "config.json", _model_config(checkpoint, rack) | {SECTION: section})
+        with new_folder(out) as folder:
+            sequences = _sequences(checkpoint, rack, text, max_tokens) if asked.needs_data else []
+            per_head = asked.kv_scales == "head"
+            seen = observe(
+                rack,
+                checkpoint,
+                sequences,
+                report,
+                per_head=per_head,
+                inputs=asked.static,
+                key_maps=asked.key_maps,
+            )
+            _require_finite(seen)
+            stored = checkpoint.config.get(SECTION) or {}
+            seen.maps_left_out = TRANSFORMS in stored and not asked.key_maps
+            tensors = RoundedTensors(
+                rack=rack,
+                checkpoint=checkpoint,
+                scheme=_scheme(section, manager) if asked.weights != "none" else None,
+                per_head=None if asked.kv_scales == "none" else per_head,
+                static=asked.static,
+                seen=seen,
+            )
+            write_tensors(folder, _reported(tensors, report))
+            _write_tokenizer(path, checkpoint, config, folder)
+            write_json(folder / "config.json", _model_config(checkpoint, rack) | {SECTION: section})
     finally:
         checkpoint.close()
     return seen

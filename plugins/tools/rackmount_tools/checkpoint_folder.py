@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,14 @@ NOT_COPIED = ("config.json", "*.index.json", "*quant*_config.json")
 """What belongs to the weights."""
 
 
-def new_folder(folder: Path) -> Path:
-    """`folder`, made if it is missing.
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """`folder`, made if it is missing; gone again where an error leaves nothing in it.
 
     Raises:
         ConfigError: there is something in it, or it cannot be made.
     """
+    made = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         full = any(folder.iterdir())
@@ -31,7 +34,12 @@ def new_folder(folder: Path) -> Path:
         raise ConfigError(f"out={str(folder)!r} must be a folder: {error}") from error
     if full:
         raise ConfigError(f"out={str(folder)!r} must be an empty folder, or none yet")
-    return folder
+    try:
+        yield folder
+    except BaseException:
+        if made and not any(folder.iterdir()):
+            folder.rmdir()
+        raise
 
 
 def write_tensors(
