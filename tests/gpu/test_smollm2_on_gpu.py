@@ -36,7 +36,7 @@ def answers(backend: str, dtype: str, **arguments: Any) -> list[Completion]:
         backend=backend,
         dtype=dtype,
         max_model_len=512,
-        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=1 << 30,
         **arguments,
     ) as engine:
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=logprobs)

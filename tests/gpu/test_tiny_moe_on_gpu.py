@@ -42,7 +42,7 @@ CASES = [
 
 def measure(folder: Path, **parts: str) -> float:
     with Engine(
-        folder, manager=plugins(), device="cuda", gpu_memory_utilization=0.3, **parts
+        folder, manager=plugins(), device="cuda", kv_cache_memory_bytes=1 << 30, **parts
     ) as engine:
         return perplexity(losses(engine, held_out(8192)))
 
