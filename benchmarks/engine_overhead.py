@@ -114,7 +114,7 @@ def measure(folder: Path, num: int, steps: int, tokenizer: Any, stream: bool) ->
     with engine:
         core, executor, watch = engine.core, RandomAnswers(), Watch()
         core.executor.close()
-        core.executor, engine.tokenizer = executor, tokenizer
+        core.executor, engine._intake.tokenizer = executor, tokenizer
         owners: dict[str, Any] = {
             "schedule": core.scheduler,
             "submit": executor,
