@@ -46,10 +46,11 @@ def decode_tiles(
 ) -> DecodeTiles:
     """`group` query heads share a key head; `itemsize` bytes an element of the cache.
 
-    Of those measured on an H200 in bfloat16 with head size 128, these are the best or within 3 % of
-    it for 1, 64 and 256 requests of 1100 tokens and for few of 4096 and 8192; with three stages, 16
-    requests of 1100 tokens take 14 % less. Where two programs of four stages do not fit an SM they
-    have three, or what does fit. An FP8 cache has three by analogy to what was measured before.
+    On an H200 in bfloat16 with head size 128 these are the best or within 4 % of it for 1, 64 and
+    256 requests of 1100 tokens and for few of 4096 and 8192; 16 requests of 1100 tokens take up to
+    13 % less with three stages (`benchmarks/results/h200/attention_decode_shares.json`). Where two
+    programs of four stages do not fit an SM they have three, or what does fit. An FP8 cache has
+    three by analogy to what was measured before.
     """
     most_bytes, block_n = (128, 128) if itemsize == 1 else (256, 64)
     if padded(head_size) * itemsize > most_bytes:

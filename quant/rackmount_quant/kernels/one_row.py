@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_quant.kernels.stream_k import tile_rows
+from rackmount_registry.device.unpack import and_xor
 
 FP8_POWER: tl.constexpr = tl.constexpr(2.0**60)
 """An e4m3 number's bits in float32 are 2^-120 times it: half of that is in x, half in the sums. So
@@ -268,12 +269,12 @@ def _nibbles(first, second, COMPILED: tl.constexpr):
     """Those in bits 15 to 22 of each, [R, W, 4]."""
     nibbles = tl.join(
         tl.join(
-            _and_xor(first, 0x00078000, 0x43800000, COMPILED),
-            _and_xor(second, 0x00078000, 0x43800000, COMPILED),
+            and_xor(first, 0x00078000, 0x43800000, COMPILED),
+            and_xor(second, 0x00078000, 0x43800000, COMPILED),
         ),
         tl.join(
-            _and_xor(first, 0x00780000, 0x41800000, COMPILED),
-            _and_xor(second, 0x00780000, 0x41800000, COMPILED),
+            and_xor(first, 0x00780000, 0x41800000, COMPILED),
+            and_xor(second, 0x00780000, 0x41800000, COMPILED),
         ),
     )
     return nibbles.reshape(first.shape[0], first.shape[1], 4)
@@ -282,28 +283,10 @@ def _nibbles(first, second, COMPILED: tl.constexpr):
 @triton.jit
 def _byte(words, COMPILED: tl.constexpr):
     """The one in bits 15 to 22, its sign turned: 128 more."""
-    return _and_xor(words, 0x007F8000, 0x43C00000, COMPILED)
+    return and_xor(words, 0x007F8000, 0x43C00000, COMPILED)
 
 
 @triton.jit
 def _float8(words):
     """The highest byte: its exponent and mantissa move to where they stand in float32."""
     return (words >> 4) & -0x78100000
-
-
-@triton.jit
-def _and_xor(words, mask, bits, COMPILED: tl.constexpr):
-    """(words & mask) ^ bits, one instruction: the compiler makes two of it where both are
-    constants."""
-    if COMPILED:
-        words = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0x6A;",
-            "=r,r,r,r",
-            [words, mask, bits],
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        words = (words & mask) ^ bits
-    return words

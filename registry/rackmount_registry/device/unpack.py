@@ -57,12 +57,12 @@ def unpack_int4(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
         minus = _twice(-UNIT - zeros, dtype)[:, None]
     pairs = tl.join(
         tl.join(
-            _fma(and_or(words, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
-            _fma(and_or(words >> 8, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
+            _fma(and_xor(words, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
+            _fma(and_xor(words >> 8, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
         ),
         tl.join(
-            _fma(and_or(words >> 4, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
-            _fma(and_or(words >> 12, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
+            _fma(and_xor(words >> 4, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
+            _fma(and_xor(words >> 12, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
         ),
     )
     return _in_order(pairs.reshape(words.shape[0], words.shape[1], 4), dtype)
@@ -77,16 +77,16 @@ def unpack_int8(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
     one: tl.constexpr = ONE_BF16 if dtype == tl.bfloat16 else ONE_FP16
     minus_one: tl.constexpr = SIGNS + one
     even = _fma(
-        and_or(words, 0x00800080, MAGIC, COMPILED),
+        and_xor(words, 0x00800080, MAGIC, COMPILED),
         minus_one,
-        and_or(words, 0x007F007F, MAGIC, COMPILED),
+        and_xor(words, 0x007F007F, MAGIC, COMPILED),
         dtype,
         COMPILED,
     )
     odd = _fma(
-        and_or(words >> 8, 0x00800080, MAGIC, COMPILED),
+        and_xor(words >> 8, 0x00800080, MAGIC, COMPILED),
         minus_one,
-        and_or(words >> 8, 0x007F007F, MAGIC, COMPILED),
+        and_xor(words >> 8, 0x007F007F, MAGIC, COMPILED),
         dtype,
         COMPILED,
     )
@@ -104,8 +104,8 @@ def unpack_fp8(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
     bf16: tl.constexpr = dtype == tl.bfloat16
     MASK: tl.constexpr = 0x07F007F0 if bf16 else 0x3F803F80
     POWER: tl.constexpr = 0x7B807B80 if bf16 else 0x5C005C00  # 2^120, 2^8
-    odd = and_or(words, SIGNS, (words >> (4 if bf16 else 1)) & MASK, COMPILED)
-    even = and_or(words << 8, SIGNS, (words << (4 if bf16 else 7)) & MASK, COMPILED)
+    odd = and_xor(words, SIGNS, (words >> (4 if bf16 else 1)) & MASK, COMPILED)
+    even = and_xor(words << 8, SIGNS, (words << (4 if bf16 else 7)) & MASK, COMPILED)
     # Minus zero is what may be added to a zero of either sign.
     pairs = tl.join(
         _fma(even, POWER, SIGNS, dtype, COMPILED), _fma(odd, POWER, SIGNS, dtype, COMPILED)
@@ -137,12 +137,12 @@ def _twice(number, dtype: tl.constexpr):
 
 
 @triton.jit
-def and_or(words, mask, bits, COMPILED: tl.constexpr):
-    """(words & mask) | bits, one instruction: the compiler makes two of it where both are
+def and_xor(words, mask, bits, COMPILED: tl.constexpr):
+    """(words & mask) ^ bits, one instruction: the compiler makes two of it where both are
     constants."""
     if COMPILED:
         words = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, $2, $3, 0xEA;",
+            "lop3.b32 $0, $1, $2, $3, 0x6A;",
             "=r,r,r,r",
             [words, mask, bits],
             dtype=tl.int32,
@@ -150,7 +150,7 @@ def and_or(words, mask, bits, COMPILED: tl.constexpr):
             pack=1,
         )
     else:
-        words = (words & mask) | bits
+        words = (words & mask) ^ bits
     return words
 
 
