@@ -29,7 +29,7 @@ from rackmount_registry.config import ConfigReader
 from rackmount_registry.descriptors import QuantizationScheme
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_tools.calibration import Calibration, write_calibrated
-from rackmount_tools.checkpoint_folder import write_tensors
+from rackmount_tools.checkpoint_folder import new_folder, write_tensors
 from rackmount_tools.compressed_config import key_map_names
 
 TEXT = "So she was considering, in her own mind — as well as she could."
@@ -438,6 +438,21 @@ def test_the_command_says_what_it_saw(llama: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     readable = (tmp_path / "out" / "model.safetensors").stat().st_mode
     assert readable == (tmp_path / "out" / "config.json").stat().st_mode
+
+
+def test_of_two_runs_at_once_one_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with new_folder(tmp_path / "out") as folder:
+        assert [each.name for each in folder.iterdir()] == [".incomplete"]
+        with pytest.raises(ConfigError, match="must be an empty folder"), new_folder(folder):
+            pytest.fail("has it, too")
+        with monkeypatch.context() as patched:  # both find it empty
+            patched.setattr(Path, "iterdir", lambda self: iter(()))
+            with pytest.raises(ConfigError, match="must be an empty folder"), new_folder(folder):
+                pytest.fail("has it, too")
+        (folder / "model").touch()
+    assert [each.name for each in folder.iterdir()] == ["model"]
 
 
 def test_tensors_go_to_shards_with_an_index(tmp_path: Path) -> None:

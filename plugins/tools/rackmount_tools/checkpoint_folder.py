@@ -17,29 +17,41 @@ SHARD_BYTES = 4 * 2**30
 COPIED = ("*.json", "*.jinja", "*.model", "*.txt", "*.py", "LICENSE*", "NOTICE*")
 NOT_COPIED = ("config.json", "*.index.json", "*quant*_config.json")
 """What belongs to the weights."""
+MARK = ".incomplete"
+"""A file in a folder that is being written."""
 
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """`folder`, made if it is missing; gone again where an error leaves nothing in it.
+    """`folder`, made if it is missing, and nobody else's: until it is complete it holds `MARK`. It
+    is gone again where an error leaves nothing else in it.
 
     Raises:
         ConfigError: there is something in it, or it cannot be made.
     """
-    made = not folder.exists()
+    made, mark = not folder.exists(), folder / MARK
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        full = any(folder.iterdir())
+        full = any(folder.iterdir()) or not _made(mark)
     except OSError as error:
         raise ConfigError(f"out={str(folder)!r} must be a folder: {error}") from error
     if full:
         raise ConfigError(f"out={str(folder)!r} must be an empty folder, or none yet")
     try:
         yield folder
-    except BaseException:
+    finally:
+        mark.unlink()
         if made and not any(folder.iterdir()):
             folder.rmdir()
-        raise
+
+
+def _made(file: Path) -> bool:
+    """Whether it was not there before."""
+    try:
+        file.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
 
 
 def write_tensors(
