@@ -50,6 +50,7 @@ TILINGS = {
     "wide tiles": replace(FLAT, block_n=128, share=3, registers=128),
     "eight warps": replace(FLAT, block_n=128, share=5, warps=8, prefetch=0),
     "planes": replace(FLAT, share=4, warps=2),
+    "planes of wide tiles": replace(FLAT, block_n=128, share=4, warps=2),
     "two warpgroups deep": replace(FLAT, block_n=256, share=4, warps=8, registers=128),
 }
 
@@ -129,13 +130,32 @@ def test_every_format_gives_the_product(name: str, epilogue: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("name", ["int4 128", "int4 rows", "fp8 rows", "fp8 blocks, cut off"])
+@pytest.mark.parametrize(
+    "name", ["int4 128", "int4 128 zeros", "int4 rows", "fp8 rows", "fp8 blocks, cut off"]
+)
 @pytest.mark.parametrize("tiling", TILINGS.values(), ids=TILINGS)
 def test_every_tiling_gives_the_product(tiling: Tiling, name: str, epilogue: str) -> None:
     weight = WEIGHTS[name]()
     made = prepare(weight, tiling)
     for rows in (2, 33):
         assert error(epilogue, rows, weight, made, torch.bfloat16) < 4e-3
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tiling", [FLAT, *ROW_TILINGS.values()], ids=["few", *ROW_TILINGS])
+def test_a_large_input_leaves_the_others_their_digits(
+    tiling: Tiling | RowTiling, dtype: torch.dtype
+) -> None:
+    """Values bear an offset on their way: it must not drown what is small."""
+    weight = int_groups(4, 1000, 4096, 128, device="cuda")
+    words = weight.tensors["values"]
+    words[:, 0] = words[:, 0] & 0x0FFFFFFF | -(1 << 31)  # column 7 is all zeros
+    x = torch.randn(1, 4096, device="cuda").to(dtype) / 16 + 1
+    x[:, 7] = 1000
+    kernel, prepared = prepare(weight, tiling)
+    exact = x.double() @ weight.dequantize().double().T
+    found = (kernel.run(x, prepared, None).double() - exact).abs().max() / exact.abs().max()
+    assert found < (4e-3 if dtype == torch.bfloat16 else 5e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

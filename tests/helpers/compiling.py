@@ -5,6 +5,7 @@ Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: 
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
        python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
 `one_row_kernel`, after the bytes of a thread's stack.
+       python -m tests.helpers.compiling many FORMAT GROUP: prints that of `dequantize_kernel`.
 """
 
 import re
@@ -21,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from rackmount_quant.kernels.linear import Prepared, plan
+from rackmount_quant.kernels.many_rows import arguments_of, dequantize_kernel
 from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.tuning import RowTiling, Tiling
 
@@ -79,6 +81,10 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
         k=k,
         group=group,
     )
+    if way == "many":
+        out = torch.empty((n, k), dtype=torch.bfloat16, **on)
+        print(compiled(dequantize_kernel, arguments_of(packed, out), 90).asm["ptx"])
+        return
     arrivals = torch.empty(n, dtype=torch.int32, **on)
     prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
     if way == "row":

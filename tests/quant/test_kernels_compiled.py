@@ -25,9 +25,11 @@ def compile_for_hopper(*arguments: str | int) -> str:
 @pytest.mark.parametrize(
     ("form", "group", "tokens", "block_n", "warps"),
     [
+        ("int4", 128, 8, 128, 2),
         ("int4", 128, 16, 64, 2),
         ("int4", 128, 16, 128, 4),
         ("int4", 128, 64, 128, 8),
+        ("int4", 128, 128, 256, 8),
         ("int4", 128, 64, 256, 16),
         ("int4", 0, 16, 64, 4),
         ("int8", 128, 16, 64, 2),
@@ -47,7 +49,9 @@ def test_weights_reach_the_mma_in_registers(
     begin = text.rindex("cp.async.wait_group", 0, products[0])
     loop = text[begin : text.index("\n", products[-1])]
     rows, columns = (64 * warps // 4, tokens) if wide else (16 * warps, 8)
-    assert len(products) == (block_n // rows) * (tokens // columns) * (128 // 16)
+    # In four bits each warp of mma.sync also sums the tokens, for all of its rows at once.
+    sums = 0 if wide or form != "int4" else 1
+    assert len(products) == (block_n // rows + sums) * (tokens // columns) * (128 // 16)
     in_registers = re.findall(r"wgmma\.mma_async\S+ \{[^}]+\}, \{[^}]+\}, %rd", loop)
     assert len(in_registers) == (len(products) if wide else 0)
     assert "ldmatrix" in loop and "stmatrix" not in loop
@@ -85,3 +89,12 @@ def test_words_of_one_row_are_in_registers_before_x_may_be_read(
     assert (loop is None) == (step * 128 >= 4096)
     # What a loop has in shared memory its threads would wait for in every round.
     assert loop is None or not re.search(r"bar\.sync|shared", loop[0])
+
+
+@pytest.mark.parametrize(("form", "group"), [("int4", 128), ("fp8", 0)])
+def test_a_weight_that_becomes_a_matrix_is_read_before_the_kernel_before_ends(
+    form: str, group: int
+) -> None:
+    before, after = compile_for_hopper("many", form, group).split("griddepcontrol.wait", 1)
+    assert "ld.global" in before and "ld.global" not in after
+    assert "st.global" in after and "st.global" not in before

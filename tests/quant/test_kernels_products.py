@@ -53,16 +53,17 @@ def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prepare(
-    weight: Weight, share: int | None = None, block_n: int = 32
+    weight: Weight, share: int | None = None, block_n: int = 32, warps: int = 4
 ) -> tuple[QuantizedLinear, Prepared]:
     """With `share` blocks a program for few rows; None: all rows are many. Of 64 weight rows a tile
-    on there is one product a block, not one for each plane of words."""
+    on, and more than eight tokens, there is one product a block, not one for each plane of words.
+    """
 
     def choose(packed, epilogue: str, bucket: int) -> Tiling | None:
         block_k = block_k_of(packed)
         if share is None or block_k is None:
             return None
-        return Tiling(block_n, block_k, share, 2, 4, prefetch=2, registers=None)
+        return Tiling(block_n, block_k, share, 2, warps, prefetch=2, registers=None)
 
     kernel = KERNELS.get(weight.format, Fp8Linear)(choose)
     return kernel, kernel.prepare(weight)
@@ -111,6 +112,24 @@ def test_few_rows_of_every_format(name: str, epilogue: str, rows: int, block_n: 
     weight = WEIGHTS[name]()
     bias = torch.randn(weight.out_features).half()
     hold(epilogue, draw(rows, weight), weight, prepare(weight, 3, block_n), bias)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("rows", [3, 16, 65])
+def test_tiles_of_several_mma_for_each_warp(rows: int, epilogue: str) -> None:
+    """Their rows' scales and zeros come in halves, and one sum of the tokens serves them all."""
+    weight = int_groups(4, 296, 256, 128, zeros=True)
+    hold(epilogue, draw(rows, weight), weight, prepare(weight, 2, 128, warps=2))
+
+
+def test_a_large_input_leaves_the_others_their_digits() -> None:
+    """Values bear an offset on their way: it must not drown what is small."""
+    weight = int_groups(4, 64, 256, 128)
+    words = weight.tensors["values"]
+    words[:, 0] = words[:, 0] & 0x0FFFFFFF | -(1 << 31)  # column 7 is all zeros
+    x = draw(3, weight) / 16 + 1
+    x[:, 7] = 1000
+    hold("none", x, weight, prepare(weight, 2))
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *UNTILED])

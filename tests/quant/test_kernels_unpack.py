@@ -6,7 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rackmount_quant.kernels.planes import fp8_planes, int4_planes, int8_planes, plane_columns
+from rackmount_quant.kernels.planes import (
+    fp8_planes,
+    int4_planes,
+    int8_planes,
+    plane_columns,
+)
 from rackmount_registry.device.unpack import (
     deinterleave,
     interleave,
@@ -26,6 +31,7 @@ def unpack_kernel(
     out,
     FORMAT: tl.constexpr,
     PLANES: tl.constexpr,
+    OFFSET: tl.constexpr,
     K: tl.constexpr,
     R: tl.constexpr,
     dtype: tl.constexpr,
@@ -40,7 +46,7 @@ def unpack_kernel(
         zero = tl.load(zeros + rows)
     if PLANES:
         if FORMAT == "int4":
-            planes = int4_planes(read, zero, dtype, False)
+            planes = int4_planes(read, zero, dtype, OFFSET, False)
         elif FORMAT == "int8":
             planes = int8_planes(read, zero, dtype, False)
         else:
@@ -58,11 +64,19 @@ def unpack_kernel(
         tl.store(out + rows[:, None] * K + tl.arange(0, K)[None, :], values.to(tl.float32))
 
 
-def unpack(words: Tensor, form: str, planes: bool, dtype: object, zeros: Tensor | None) -> Tensor:
+def unpack(
+    words: Tensor,
+    form: str,
+    planes: bool,
+    dtype: object,
+    zeros: Tensor | None,
+    offset: bool = False,
+) -> Tensor:
     k = words.shape[1] * (8 if form == "int4" else 4)
     out = torch.full((ROWS, k), torch.nan)
     words = words.view(torch.int16) if planes else words
-    unpack_kernel[(1,)](words, zeros, out, FORMAT=form, PLANES=planes, K=k, R=ROWS, dtype=dtype)
+    how = {"FORMAT": form, "PLANES": planes, "OFFSET": offset, "dtype": dtype}
+    unpack_kernel[(1,)](words, zeros, out, K=k, R=ROWS, **how)
     return out
 
 
@@ -75,6 +89,9 @@ def test_four_bits_less_zero_are_exact(dtype: object, asymmetric: bool, planes: 
     out = unpack(pack_nibbles(interleave(values, 4)), "int4", planes, dtype, zeros)
     wanted = values.float() - (8 if zeros is None else zeros[:, None])
     assert torch.equal(out, wanted)
+    if planes:
+        raised = unpack(pack_nibbles(interleave(values, 4)), "int4", True, dtype, zeros, True)
+        assert torch.equal(raised, values.float() + 16)
 
 
 @pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)

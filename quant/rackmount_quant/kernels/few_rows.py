@@ -1,6 +1,6 @@
 """The product of few rows with a quantized weight, at the speed at which its bytes can be read.
 
-Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Up to 16 rows such
+Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Up to 64 rows such
 products are as exact as the weight: a group's scale multiplies a float32 sum. Above, it multiplies
 the values, and is rounded to 16 bits as they are, which takes fewer registers. Of inputs that were
 rounded to the weight's eight bits, both go to the MMA as they are.
@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_quant.kernels.planes import (
     fp8_planes,
+    int4_offset,
     int4_planes,
     int8_planes,
     plane_columns,
@@ -30,6 +31,10 @@ from rackmount_registry.device.unpack import (
 
 LINE: tl.constexpr = tl.constexpr(128)
 """Bytes that one prefetch brings."""
+SUMS_M: tl.constexpr = tl.constexpr(64)
+"""Up to so many tokens a tile scales multiply sums: two sets of more take too many registers."""
+OFFSET_M: tl.constexpr = tl.constexpr(16)
+"""Up to so many, sums bear what is too much in four-bit values: the tokens are summed for it."""
 
 
 # A kernel for every number of rows and every share would be compiled in vain.
@@ -69,6 +74,7 @@ def few_rows_kernel(
     EVEN_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PREFETCH: tl.constexpr,
+    WARPS: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,8 +98,11 @@ def few_rows_kernel(
     ROUNDED: tl.constexpr = x_scales is not None
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
+    OFFSET: tl.constexpr = PLANES and FORMAT == "int4" and BLOCK_M <= OFFSET_M
     W: tl.constexpr = BLOCK_K if ROUNDED else BLOCK_K // NUM // (BITS // 16)
-    SCALED_SUMS: tl.constexpr = GROUPED and (PLANES or ROUNDED or BLOCK_M <= 16)
+    SCALED_SUMS: tl.constexpr = GROUPED and (
+        PLANES or ROUNDED or (BLOCK_M <= SUMS_M and BLOCK_M <= BLOCK_K)
+    )
     blocks = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, tl.cdiv(N, BLOCK_N) * blocks)
@@ -144,21 +153,20 @@ def few_rows_kernel(
             packed = tl.load(at, mask=first_column < K, other=0.0)
         if zeros is None:
             zero = None
+        elif OFFSET:
+            zero = load_rows(
+                zeros + block // BLOCKS_PER_SCALE, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE,
+                scale_stride, HALVES,
+            ).to(tl.float32)  # fmt: skip
         else:
             zero = tl.load(zeros + place).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
         part = tl.zeros((BLOCK_N, BLOCK_M), SUM) if SCALED_SUMS else acc
         if PLANES:
-            if FORMAT == "int4":
-                planes = int4_planes(packed, zero, dtype, COMPILED)
-            elif FORMAT == "int8":
-                planes = int8_planes(packed, zero, dtype, COMPILED)
-            else:
-                planes = fp8_planes(packed, dtype, COMPILED)
-            for i in tl.static_range(NUM):
-                k = column + plane_columns(j, i, NUM)
-                tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
-                part = tl.dot(planes[i], tokens.T, part)
+            part = _add_planes(
+                part, packed, zero, x, m, j, column, M, K, x_stride, FORMAT, NUM, OFFSET, EVEN_K,
+                WARPS, COMPILED,
+            )  # fmt: skip
         else:
             if ROUNDED:
                 values = packed
@@ -216,12 +224,56 @@ def few_rows_kernel(
 
 
 @triton.jit
+def _add_planes(
+    part, packed, zero, x, m, j, column, M, K, x_stride, FORMAT: tl.constexpr, NUM: tl.constexpr,
+    OFFSET: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr, COMPILED: tl.constexpr,
+):  # fmt: skip
+    """part [BLOCK_N, BLOCK_M] plus the product of a block's planes, which begin at a column."""
+    BLOCK_N: tl.constexpr = part.shape[0]
+    BLOCK_M: tl.constexpr = part.shape[1]
+    dtype: tl.constexpr = x.dtype.element_ty
+    if FORMAT == "int4":
+        planes = int4_planes(packed, zero, dtype, OFFSET, COMPILED)
+    elif FORMAT == "int8":
+        planes = int8_planes(packed, zero, dtype, COMPILED)
+    else:
+        planes = fp8_planes(packed, dtype, COMPILED)
+    # Each warp sums the tokens' columns for all of its rows, by an MMA with rows of ones.
+    ONES: tl.constexpr = min(16 * WARPS, BLOCK_N)
+    total = tl.zeros((ONES, BLOCK_M), tl.float32)
+    for i in tl.static_range(NUM):
+        k = column + plane_columns(j, i, NUM)
+        tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
+        part = tl.dot(planes[i], tokens.T, part)
+        if OFFSET:
+            total = tl.dot(tl.full((ONES, j.shape[0]), 1.0, dtype), tokens.T, total)
+    if OFFSET:
+        excess = int4_offset(zero)
+        if zero is not None:
+            excess = excess.reshape(BLOCK_N // ONES, ONES, 1)
+        part = part.reshape(BLOCK_N // ONES, ONES, BLOCK_M) - excess * total[None]
+        part = part.reshape(BLOCK_N, BLOCK_M)
+    return part
+
+
+@triton.jit
 def _tokens(x, m, k, M, K, x_stride, EVEN_K: tl.constexpr):
-    """Columns k of x, for rows m."""
-    mask = m[:, None] < M
-    if not EVEN_K:
-        mask = mask & (k[None, :] < K)
-    return tl.load(x + m[:, None] * x_stride + k[None, :], mask=mask, other=0.0)
+    """Columns k of x, for rows m. Of more than eight, those that there are not are others once
+    more, which takes fewer instructions than zeros; not all of them the same one, or all programs
+    would ask one part of the L2 for it."""
+    FEW: tl.constexpr = m.shape[0] <= 8
+    rows = m if FEW else m % M
+    at = x + rows[:, None] * x_stride + k[None, :]
+    if FEW:
+        mask = m[:, None] < M
+        if not EVEN_K:
+            mask = mask & (k[None, :] < K)
+        tokens = tl.load(at, mask=mask, other=0.0)
+    elif EVEN_K:
+        tokens = tl.load(at)
+    else:
+        tokens = tl.load(at, mask=k[None, :] < K, other=0.0)
+    return tokens
 
 
 @triton.jit

@@ -54,10 +54,11 @@ class Prepared:
 class QuantizedLinear:
     """y = x W^T for a quantized weight and x in bfloat16 or float16.
 
-    Up to 16 rows are multiplied with the weight as it is stored, up to the rounding of float32 sums
-    (one row meets stored values that are up to 384 larger); above, a group's scale rounds values to
-    16 bits. Subclasses pack the weight, and may multiply many rows in another way than with the
-    dequantized matrix, which is rounded to 16 bits.
+    Up to 64 rows are multiplied with the weight as it is stored, up to the rounding of float32
+    sums: up to 16 may meet values in four bits that are 16 larger, and one row values that are 256
+    larger, in eight bits 384. Above, a group's scale rounds values to 16 bits. Subclasses pack the
+    weight, and may multiply many rows in another way than with the dequantized matrix, which is
+    rounded to 16 bits.
     """
 
     def __init__(self, choose: Choose = tuning.choose) -> None:
@@ -295,6 +296,7 @@ def _of_few_rows(
         "ALIGNED": tiling.aligned(k),
         "EVEN_K": k % tiling.block_k == 0,
         "PREFETCH": tiling.prefetch,
+        "WARPS": tiling.warps,
         "num_stages": tiling.stages,
     }
     if tiling.registers is not None:

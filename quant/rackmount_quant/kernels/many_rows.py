@@ -1,5 +1,7 @@
 """Weights become 16-bit matrices in memory: what a product of many rows multiplies with."""
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +37,6 @@ def dequantize_kernel(
     """Words as `few_rows_kernel` reads them -> out [N, K]. GROUP: columns that share a
     scale; 0: all."""
     W: tl.constexpr = BLOCK_K // 8 if FORMAT == "int4" else BLOCK_K // 4
-    if PDL:
-        gdc_wait()
-        gdc_launch_dependents()
     block = tl.program_id(0)
     rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = block * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -63,32 +62,43 @@ def dequantize_kernel(
         zero = tl.load(zeros + place, mask=rows[:, None] < N, other=0).to(tl.float32)
         values -= zero - 8.0 if FORMAT == "int4" else zero
     scale = tl.load(scales + place, mask=rows[:, None] < N, other=0.0).to(tl.float32)
-    at = out + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    tl.store(at, (values * scale).to(dtype), mask=mask)
+    values = (values * scale).to(dtype)
+    if PDL:
+        # Weights are written by no kernel, but `out` may be what the one before still reads.
+        gdc_wait()
+        gdc_launch_dependents()
+    tl.store(out + rows.to(tl.int64)[:, None] * K + columns[None, :], values, mask=mask)
 
 
 def dequantize(packed: Packed, dtype: torch.dtype) -> Tensor:
     """The weight [n, k], its columns as they are stored, rounded to `dtype`, which is bfloat16 or
     float16."""
     out = torch.empty((packed.n, packed.k), dtype=dtype, device=packed.words.device)
+    arguments = arguments_of(packed, out)
+    grid = triton.cdiv(packed.k, arguments["BLOCK_K"]), triton.cdiv(packed.n, BLOCK_N)
+    dequantize_kernel[grid](**arguments)
+    return out
+
+
+def arguments_of(packed: Packed, out: Tensor) -> dict[str, Any]:
+    """The kernel's."""
     block_k = packed.panel or 128
     row_stride, block_stride = packed.strides(block_k)
-    dequantize_kernel[(triton.cdiv(packed.k, block_k), triton.cdiv(packed.n, BLOCK_N))](
-        packed.words,
-        packed.scales,
-        packed.zeros,
-        out,
-        packed.n,
-        packed.k,
-        row_stride,
-        block_stride,
-        packed.scales.stride(0),
-        FORMAT=packed.format,
-        GROUP=packed.group,
-        ROWS_PER_SCALE=packed.rows_per_scale,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=block_k,
-        COMPILED=out.device.type == "cuda",
+    return {
+        "words": packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "out": out,
+        "N": packed.n,
+        "K": packed.k,
+        "row_stride": row_stride,
+        "block_stride": block_stride,
+        "scale_stride": packed.scales.stride(0),
+        "FORMAT": packed.format,
+        "GROUP": packed.group,
+        "ROWS_PER_SCALE": packed.rows_per_scale,
+        "BLOCK_N": BLOCK_N,
+        "BLOCK_K": block_k,
+        "COMPILED": out.device.type == "cuda",
         **launch_options(out.device),
-    )
-    return out
+    }

@@ -25,7 +25,7 @@ class Packed:
     """[rows / rows_per_scale, groups of columns], or [rows] where a row has one scale."""
     zeros: Tensor | None
     """int16 as `scales`: wider than they need be, since Triton gives the operand of the MMA, which
-    they become part of, another layout where bytes are read. None: the middle value."""
+    they may become part of, another layout where bytes are read. None: the middle value."""
     order: Tensor | None
     """int32 [k]: the input that a column is multiplied with, -1 for none; None: in order."""
     n: int

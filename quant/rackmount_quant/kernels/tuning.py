@@ -38,9 +38,7 @@ RULED: Mapping[int, tuple[int, int, int | None, int]] = {
     64: (128, 8, None, 1),
 }
 """Tokens a tile -> block_n, warps, registers and programs an SM: what registers and shared memory
-of an SM allow. Of the tilings that were timed on an H200 for the shapes of an 8B model the best
-have these tiles above 16 rows, most of them, and one to three programs an SM; for other shapes
-it is a guess."""
+of an SM allow. For shapes that were not timed it is a guess."""
 MIN_BLOCK_N = 32
 MMA_COLUMNS = 16
 MAX_PARTS = 32
