@@ -12,17 +12,17 @@ from rackmount_moe.triton_experts.table import Plan, Table, Tiling
 from rackmount_registry.errors import ConfigError
 
 WIDE = Tiling(64, 128, 4, 4, programs=2, tma=True)
-NARROW = Tiling(32, 64, 3, 4)
+NARROW = Tiling(32, 64, 3, 4, registers=168)
 FEW, MANY = Plan(NARROW, WIDE, 0, 2), Plan(WIDE, NARROW, 16)
 SHAPE = "dense 8x64x32"
 WRITTEN: dict[str, Any] = {
     "gpu": "NVIDIA Some",
     "note": "kept",
-    "fields": ["block_n", "block_k", "stages", "warps", "programs", "tma"],
+    "fields": ["block_n", "block_k", "stages", "warps", "programs", "tma", "registers"],
     "shapes": {
         SHAPE: {
-            "1": [0, 2, [32, 64, 3, 4, 0, False], [64, 128, 4, 4, 2, True]],
-            "64": [16, 0, [64, 128, 4, 4, 2, True], [32, 64, 3, 4, 0, False]],
+            "1": [0, 2, [32, 64, 3, 4, 0, False, 168], [64, 128, 4, 4, 2, True, 0]],
+            "64": [16, 0, [64, 128, 4, 4, 2, True, 0], [32, 64, 3, 4, 0, False, 168]],
         }
     },
 }
@@ -53,7 +53,7 @@ def row(*values: Any) -> dict[str, Any]:
     return {"shapes": {SHAPE: {"64": list(values)}}}
 
 
-GOOD = [64, 128, 4, 4, 2, True]
+GOOD = [64, 128, 4, 4, 2, True, 0]
 
 
 @pytest.mark.parametrize(
@@ -71,12 +71,16 @@ GOOD = [64, 128, 4, 4, 2, True]
         (row(16, 0, [8, *GOOD[1:]], GOOD), "block_n=8 must be at least 16 where there are blocks"),
         (row(0, 0, [1, *GOOD[1:]], GOOD), "block_n=1 must be a whole number, 2 at least"),
         (row(16, 0, [64, 8, *GOOD[2:]], GOOD), "block_k=8 must be a whole number, 16 at least"),
-        (row(0, 0, [64, 128, 0, 4, 0, False], GOOD), "stages=0 must be a whole number, 1 at least"),
-        (row(16, 0, [64, 128, 3.0, 4, 0, False], GOOD), "stages=3.0 must be a whole number"),
-        (row(16, 0, [64, 128, True, 4, 0, False], GOOD), "stages=True must be a whole number"),
-        (row(16, 0, [64, 128, 3, 64, 0, False], GOOD), "warps=64 must be 32 at most"),
-        (row(16, 0, [64, 128, 3, 4, 1.5, False], GOOD), "programs=1.5 must be a whole number"),
-        (row(16, 0, [64, 128, 3, 4, 0, 1], GOOD), "tma=1 must be true or false"),
+        (
+            row(0, 0, [64, 128, 0, 4, 0, False, 0], GOOD),
+            "stages=0 must be a whole number, 1 at least",
+        ),
+        (row(16, 0, [64, 128, 3.0, 4, 0, False, 0], GOOD), "stages=3.0 must be a whole number"),
+        (row(16, 0, [64, 128, True, 4, 0, False, 0], GOOD), "stages=True must be a whole number"),
+        (row(16, 0, [64, 128, 3, 64, 0, False, 0], GOOD), "warps=64 must be 32 at most"),
+        (row(16, 0, [64, 128, 3, 4, 1.5, False, 0], GOOD), "programs=1.5 must be a whole number"),
+        (row(16, 0, [64, 128, 3, 4, 0, 1, 0], GOOD), "tma=1 must be true or false"),
+        (row(16, 0, [*GOOD[:-1], 300], GOOD), "registers=300 must be 255 at most"),
         (row(16.0, 0, GOOD, GOOD), "block_m=16.0 must be one of 0, 16, 32, 64, 128"),
         (row(16, None, GOOD, GOOD), "prefetch=None must be a power of two, or 0"),
         (

@@ -60,7 +60,8 @@ def tilings(
             if stages < 2 or starved or stages in seen:
                 continue
             seen.add(stages)
-            yield Tiling(block_n, block_k, stages, warps)
+            for registers in _bounds(dense, block_m, block_n, warps):
+                yield Tiling(block_n, block_k, stages, warps, registers=registers)
             if tma and dense and block_n >= 128 and (block_m >= 64 or programs < 3):
                 yield Tiling(block_n, block_k, stages, warps, tma=True)
 
@@ -75,6 +76,13 @@ def _cuts(dense: bool, block_m: int) -> tuple[tuple[int, int, int], ...]:
         return (64, 0, 4), (128, 0, 8)
     # Every tile of a block reads its tokens again: wide ones less often.
     return (64, 0, 4), (128, 0, 4), (128, 0, 8), (256, 0, 8), (256, 0, 16)
+
+
+def _bounds(dense: bool, block_m: int, block_n: int, warps: int) -> tuple[int, ...]:
+    """Of a thread's registers. What unpacks values waits for memory, for arithmetic and for the
+    tensor cores in turn: a third or fourth program of a multiprocessor fills the gaps."""
+    crowded = not dense and block_m <= 32 and block_n == 32 * warps
+    return (0, 128, 168) if crowded else (0,)
 
 
 def _vector_tilings(packed: Packed, choices: int) -> Iterator[Tiling]:

@@ -70,6 +70,7 @@ def product_launch(
     programs = triton.cdiv(packed.rows, tiling.block_n) * len(blocks.experts)
     if tiling.programs:
         programs = min(programs, tiling.programs * num_multiprocessors(x.device))
+    bound = {"maxnreg": tiling.registers} if tiling.registers else {}
     return (
         product_kernel,
         (programs,),
@@ -85,6 +86,7 @@ def product_launch(
             "HALVES": plan.block_m >= LARGE_BLOCK_M,
             "ONCE": not tiling.programs,
             "num_stages": tiling.stages,
+            **bound,
         },
     )
 

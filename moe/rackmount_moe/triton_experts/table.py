@@ -22,7 +22,9 @@ MAX_BUCKET = 15
 BUCKETS = tuple(1 << power for power in range(MAX_BUCKET + 1))
 BLOCK_SIZES = (0, 16, 32, 64, 128)
 MAX_WARPS = 32
-LEAST = {"block_n": 2, "block_k": 16, "stages": 1, "warps": 1, "programs": 0}
+MAX_REGISTERS = 255
+"""Of a thread."""
+LEAST = {"block_n": 2, "block_k": 16, "stages": 1, "warps": 1, "programs": 0, "registers": 0}
 """Of a tiling's numbers."""
 
 
@@ -48,6 +50,9 @@ class Tiling:
     """Programs of a multiprocessor, which share the tiles; 0: one for each tile."""
     tma: bool = False
     """Whether the tensor memory accelerator loads the weight (compute capability 9.0 on)."""
+    registers: int = 0
+    """A bound for a thread's, so that more programs fit a multiprocessor; 0: none. Of products in
+    blocks alone."""
 
     def __post_init__(self) -> None:
         for name, least in LEAST.items():
@@ -59,6 +64,8 @@ class Tiling:
                 raise ValueError(f"{name}={value} must be a power of two")
         if self.warps > MAX_WARPS:
             raise ValueError(f"warps={self.warps} must be {MAX_WARPS} at most")
+        if self.registers > MAX_REGISTERS:
+            raise ValueError(f"registers={self.registers} must be {MAX_REGISTERS} at most")
         if not isinstance(self.tma, bool):
             raise ValueError(f"tma={self.tma!r} must be true or false")
 

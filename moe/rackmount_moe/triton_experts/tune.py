@@ -179,6 +179,7 @@ def brief(which: Which, plan: Plan) -> str:
     text = f"[{tiling.block_n} {tiling.block_k} s{tiling.stages} w{tiling.warps}"
     text += f" p{tiling.programs}" if tiling.programs else ""
     text += " tma" if tiling.tma else ""
+    text += f" r{tiling.registers}" if tiling.registers else ""
     text += f" prefetch {plan.prefetch}" if which == "gate_up" and plan.prefetch else ""
     return text + "]"
 
