@@ -83,7 +83,8 @@ def decisions(rack: Rack, manager: PluginManager) -> Iterator[Decision]:
     """Every choice of `rack`, in the order of the mount."""
     parts, attention = rack.parts, rack.attention
     yield _claimed("architecture", rack.architecture, manager)
-    yield _claimed("quantization_scheme", rack.scheme, manager)
+    scheme = _claimed("quantization_scheme", rack.scheme, manager)
+    yield replace(scheme, why="requested") if rack.config.quantization else scheme
     by_op = [(op, _chosen("op_set", "", [it.winner], it)) for op, it in parts.ops.items()]
     for alike in dict.fromkeys(decision for _, decision in by_op):
         yield replace(alike, use=", ".join(op for op, decision in by_op if decision == alike))

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +224,20 @@ def test_two_engines_of_different_models_stream_in_turn(folder: Path, tmp_path: 
     for engine, stream in zip(engines, streams, strict=True):
         assert list(stream) == []
         assert_idle(engine)
+
+
+def test_threads_that_share_an_engine_get_what_each_gets_alone(folder: Path) -> None:
+    engine = tiny_engine(folder)
+    batches = [rows(9, 30, seed=seed) for seed in range(4)]
+    alone = [tokens_of(engine, batch, greedy(20)) for batch in batches]
+
+    def answers(index: int) -> tuple[Any, int]:
+        """By one thread, with a stream that nobody reads to its end."""
+        engine.stream(batches[index], greedy(20)).close()
+        found = tokens_of(engine, batches[index], greedy(20))
+        return found, len(engine.expert_load())
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(answers, range(4))) == [(tokens, 0) for tokens in alone]
+    assert_idle(engine)

@@ -1,6 +1,8 @@
 """The engine that people call."""
 
 import gc
+import itertools
+import threading
 from collections import deque
 from collections.abc import Generator, Mapping
 from collections.abc import Sequence as Several
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Loads a model and answers prompts, in this process or on the ranks that it starts.
+    """Loads a model and answers prompts, in this process or on the ranks that it starts. Threads
+    may share it: one of them makes a step, for all.
 
     Args:
         model: an alias ("qwen3-0.6b"), a hub id ("Qwen/Qwen3-0.6B"), or a path to a folder or file.
@@ -60,6 +63,8 @@ class Engine:
         self._core: EngineCore | None = None
         self._sequences: dict[str, Sequence] = {}
         """By request id, until they end."""
+        self._turn = threading.RLock()
+        """Of the thread whose step it is."""
         self._dropped: deque[str] = deque()
         """Requests that nobody waits for any more, to be ended when the core is not at work."""
         self._at_work = False
@@ -198,19 +203,22 @@ class Engine:
     def expert_load(self) -> list[ExpertLoad]:
         """How many tokens chose each expert since the engine started, by layer; empty for a model
         without experts."""
-        return self.core.expert_load()
+        with self._turn:
+            return self.core.expert_load()
 
     def reset_prefix_cache(self) -> int:
         """Forgets all cached prefixes and returns how many blocks that were."""
-        return self.core.scheduler.reset_prefix_cache()
+        with self._turn:
+            return self.core.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Aborts what runs, ends the ranks and gives the memory back; the engine cannot be used
         afterwards."""
         self._drop(list(self._sequences.values()))
-        core, self._core = self._core, None
-        if core is not None:
-            core.close()
+        with self._turn:
+            core, self._core = self._core, None
+            if core is not None:
+                core.close()
         self._rack = None  # the sockets of its draft hold the weights
         gc.collect()  # a traced graph refers to itself
 
@@ -222,19 +230,20 @@ class Engine:
 
     def _step(self) -> None:
         """One step of the core, and what came of it to every sequence that runs."""
-        self._end_dropped()
-        self._at_work = True
-        try:
-            stepped = self.core.step()
-        finally:
-            self._at_work = False
-        if not stepped and not self.core.events:
-            # An interrupt took the core's last word on these.
-            for sequence in self._sequences.values():
-                sequence.end("error")
-            self._sequences.clear()
-        while self.core.events:
-            self._deliver(self.core.events[0])
+        with self._turn:
+            self._end_dropped()
+            self._at_work = True
+            try:
+                stepped = self.core.step()
+            finally:
+                self._at_work = False
+            if not stepped and not self.core.events:
+                # An interrupt took the core's last word on these.
+                for sequence in self._sequences.values():
+                    sequence.end("error")
+                self._sequences.clear()
+            while self.core.events:
+                self._deliver(self.core.events[0])
 
     def _deliver(self, event: Event) -> None:
         """Gives the oldest event to its sequence, and takes it from the core's."""
@@ -264,8 +273,8 @@ class Engine:
 
     def _queue_all(self, groups: list[Group]) -> None:
         """Gives the requests to the core."""
-        for group in groups:
-            for request, sequence in group.members:
+        with self._turn:
+            for request, sequence in itertools.chain(*(group.members for group in groups)):
                 self._sequences[request.request_id] = sequence
                 self.core.add(request)
 
@@ -275,9 +284,10 @@ class Engine:
         A stream that is collected as garbage comes here at any time, even from within the core:
         then its requests end before the next step.
         """
-        for sequence in sequences:
-            if self._sequences.pop(sequence.request_id, None) is not None:
-                self._dropped.append(sequence.request_id)
-                sequence.end("abort")
-        if not self._at_work and self._core is not None:
-            self._end_dropped()
+        with self._turn:
+            for sequence in sequences:
+                if self._sequences.pop(sequence.request_id, None) is not None:
+                    self._dropped.append(sequence.request_id)
+                    sequence.end("abort")
+            if not self._at_work and self._core is not None:
+                self._end_dropped()
