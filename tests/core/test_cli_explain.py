@@ -123,7 +123,10 @@ def test_kv_bytes_per_token_of_well_known_models_in_bfloat16(
     assert content["kv_bytes_per_token"]["bfloat16"] == kibibytes * 1024
     assert content["kv_bytes_per_token"]["float32"] == kibibytes * 2048
     assert content["weight_bytes"] == 2 * num_weights
-    assert f"KV per token: {kibibytes} KiB in bfloat16" in explain(folder).stdout
+    text = explain(folder).stdout
+    assert f"KV per token: {kibibytes} KiB in bfloat16" in text
+    weights = f"weights: {size(2 * num_weights)} by the configuration; tensors are not read\n"
+    assert weights in text
 
 
 def test_an_fp8_cache_takes_half_and_its_scales_are_named(folder):

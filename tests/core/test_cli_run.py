@@ -145,8 +145,10 @@ def test_lines_to_a_model_without_a_template_are_prompts_unless_there_is_a_syste
     result = run(plain, "--temperature", "0", lines="hello\nhello\n")
     assert (result.exit_code, result.stdout) == (0, f"{text}\n{text}\n")
     result = run(plain, "--system", "be brief", lines="hello\n")
-    assert (result.exit_code, result.stdout) == (0, "")
-    assert "error: the tokenizer has no chat template" in result.stderr
+    assert (result.exit_code, result.stdout) == (2, "")
+    refusal = f"error: {plain} has no chat template: leave out --chat and --system\n"
+    assert result.stderr.endswith(refusal)
+    assert run(plain, "hello", "--chat").stderr.endswith(refusal)
 
 
 def test_a_refused_line_is_named_and_the_next_one_answered(model):
@@ -216,8 +218,10 @@ def test_the_load_of_experts_is_a_table_after_the_answers(model, tmp_path):
     command = ["run", str(sparse), "hello", *POOL_FLAGS, "--max-tokens", "6", *flags]
     result = CliRunner().invoke(build_app(plugins()), command)
     assert result.exit_code == 0
-    head, line = result.stderr.splitlines()[-2:]
-    assert head.split() == ["experts", "choices", "used", "max/mean", "busiest"]
+    head, line, note = result.stderr.splitlines()[-3:]
+    columns = ["experts", "choices", "used", "max/mean", "busiest expert (share)"]
+    assert re.split(" {2,}", head) == columns
+    assert note.startswith("the model's last layer has fewer choices")
     layer, tokens, used, imbalance, busiest, share = line.split()
     # The last layer computes a prompt's last token alone.
     assert (layer, tokens) == ("model.layers.1.mlp.experts", str((1 + 5) * 3))
@@ -234,6 +238,13 @@ def test_the_load_of_experts_is_refused_where_there_are_none(model):
 
 def test_options_not_given_are_the_engines_own_defaults():
     assert EngineConfig.create(model="m", **EngineOptions().arguments()) == EngineConfig(model="m")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("dp", "Data"), ("ep", "Expert")])
+def test_the_help_names_the_only_number_of_ranks_that_is_legal(model, name, kind):
+    assert f"choose {name}=1" in run(model, "hello", f"--{name}", "2").stderr
+    described = CliRunner().invoke(build_app(MANAGER), ["run", "--help"]).stdout
+    assert f"{kind}-parallel ranks; only 1" in " ".join(described.split())
 
 
 def test_an_answer_that_the_model_cannot_give_ends_with_1(model, tmp_path):

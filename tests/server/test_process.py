@@ -49,12 +49,6 @@ def run(
 
     async def drive(address: str) -> None:
         async with httpx.AsyncClient(base_url=address, trust_env=False) as client:
-            for _ in range(200):
-                try:
-                    await client.get("/health")
-                    break
-                except httpx.ConnectError:
-                    await asyncio.sleep(0.02)
             await act(client)
 
     async def serve() -> int:
@@ -73,6 +67,33 @@ def stop(number: int = signal.SIGTERM) -> None:
     os.kill(os.getpid(), number)
 
 
+def test_the_address_is_told_once_connections_are_taken() -> None:
+    engine = Engine()
+    replies: list[bytes] = []
+
+    async def start() -> Engine:
+        return engine
+
+    def ready(_: Any, address: str) -> None:
+        host, _, port = address.removeprefix("http://").partition(":")
+        asking = socket.create_connection((host, int(port)))  # at once, before anything else runs
+        asking.sendall(b"GET /health HTTP/1.1\r\nHost: m\r\nConnection: close\r\n\r\n")
+
+        def read() -> None:
+            with asking:
+                replies.append(asking.recv(15))
+            stop()
+
+        asyncio.get_running_loop().run_in_executor(None, read)
+
+    async def serve() -> int:
+        with process.bind("127.0.0.1", 0) as listener:
+            return await process._serve(SETTINGS, listener, start, ready)
+
+    assert asyncio.run(serve()) == 0
+    assert replies == [b"HTTP/1.1 200 OK"]
+
+
 def test_a_signal_lets_open_answers_end() -> None:
     engine = Engine()
 
@@ -83,8 +104,9 @@ def test_a_signal_lets_open_answers_end() -> None:
             engine.go.clear()
             stop()
             await asyncio.sleep(0.3)
-            with pytest.raises(httpx.ConnectError):
-                await client.get("/health")
+            for path in ("/health", "/ready"):
+                with pytest.raises(httpx.ConnectError):
+                    await client.get(path)
             engine.go.set()
             assert [line async for line in lines if line][-1] == "data: [DONE]"
 

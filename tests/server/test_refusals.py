@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from tests.helpers.engines import byte_tokenizer
 from tests.helpers.fake_engine import FakeEngine, ask, fake_app
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -91,6 +92,17 @@ def test_a_bad_field_of_a_chat_is_named(fields: dict[str, Any], param: str | Non
     error = refused({"messages": HELLO} | fields, CHAT)
     if param is not None:
         assert error["param"] == param
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+def test_a_chat_without_a_template_is_told_what_a_server_has_instead(path: str) -> None:
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    reply = ask(fake_app(FakeEngine(tokenizer=bare)), path, {"messages": HELLO})
+    error = reply.json()["error"]
+    assert (reply.status_code, error["param"]) == (400, "messages")
+    assert "/v1/completions" in error["message"] and "--chat-template FILE" in error["message"]
+    assert "chat_template_kwargs" not in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def _lines(rack: Rack, made: list[Decision], memory: int | None) -> Iterator[str
     for decision in made:
         yield f"\n{decision}"
         yield from _weighed(decision.candidates)
-    yield f"\nweights: {size(rack.draft.weight_bytes)}"
+    yield f"\nweights: {size(rack.draft.weight_bytes)} by the configuration; tensors are not read"
     by_dtype = _kv_bytes_per_token(rack)
     own = dtype_name(rack.kv_dtype)
     others = ", ".join(f"{size(by_dtype[name])} in {name}" for name in by_dtype if name != own)

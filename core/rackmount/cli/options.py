@@ -73,8 +73,8 @@ class EngineOptions:
     tp: Annotated[
         int, _engine("Ranks of tensor parallelism.", "--tp", "--tensor-parallel-size")
     ] = 1
-    dp: Annotated[int, _engine("Ranks of data parallelism.", "--dp", "--data-parallel-size")] = 1
-    ep: Annotated[int, _engine("Ranks of expert parallelism.")] = 1
+    dp: Annotated[int, _engine("Data-parallel ranks; only 1.", "--dp", "--data-parallel-size")] = 1
+    ep: Annotated[int, _engine("Expert-parallel ranks; only 1 at present.")] = 1
     grammar_backend: Annotated[str, _engine("Structured output.")] = "auto"
     executor: Annotated[str, _engine("How ranks run.")] = "auto"
 

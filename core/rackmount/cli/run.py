@@ -60,12 +60,12 @@ def run(
     with mounted:
         if expert_load and not mounted.core.expert_layers:
             raise ConfigError(f"--expert-load: {model} has no experts")
-        report_lines = startup_report(mounted.rack, mounted.core, mounted.manager)
-        typer.echo("\n".join(report_lines), err=True)
+        template = getattr(mounted.tokenizer, "chat_template", None)
+        if template is None and (chat or system is not None):
+            raise ConfigError(f"{model} has no chat template: leave out --chat and --system")
+        typer.echo("\n".join(startup_report(mounted.rack, mounted.core, mounted.manager)), err=True)
         params = replace(mounted.default_sampling_params, **given)
-        if chat is None:
-            template = getattr(mounted.tokenizer, "chat_template", None)
-            chat = system is not None or template is not None
+        chat = template is not None if chat is None else chat
         messages = [] if system is None else [{"role": "system", "content": system}]
         lines = _typed(as_json) if prompt is None else [prompt]
         _converse(mounted, lines, params, messages if chat else None, as_json, prompt is not None)
@@ -109,16 +109,15 @@ def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: boo
 
 
 def _table(layers: list[ExpertLoad]) -> Iterator[str]:
-    """A line for each layer. The last one chooses experts for the last token of a prompt alone."""
+    """A line for each layer, between a line that names the columns and one about the last layer."""
     width = max(len(each.layer) for each in layers)
-    yield f"{'experts':<{width}} {'choices':>9} {'used':>9} {'max/mean':>9}  busiest"
+    yield f"{'experts':<{width}} {'choices':>9} {'used':>9} {'max/mean':>9}  busiest expert (share)"
     for each in layers:
-        total, count = int(each.tokens.sum()), each.tokens.size
+        total, used = int(each.tokens.sum()), f"{each.num_used}/{each.tokens.size}"
         share = each.tokens[each.busiest] / max(total, 1)
-        yield (
-            f"{each.layer:<{width}} {total:>9} {f'{each.num_used}/{count}':>9} "
-            f"{each.imbalance:>9.2f}  {each.busiest} ({share:.1%})"
-        )
+        figures = f"{total:>9} {used:>9} {each.imbalance:>9.2f}  {each.busiest} ({share:.1%})"
+        yield f"{each.layer:<{width}} {figures}"
+    yield "the model's last layer has fewer choices: it computes only tokens that are sampled from"
 
 
 def _typed(as_json: bool) -> Iterator[str]:

@@ -93,11 +93,14 @@ async def _chat(service: Service, asked: ChatRequest, request: Request) -> Excha
 
 
 def chat_messages(service: Service, asked: Conversation) -> list[dict[str, Any]]:
-    """What the chat template makes a prompt of."""
+    """What the chat template makes a prompt of. ApiError where there is none."""
     messages = [message.plain() for message in asked.messages]
-    template = str(getattr(service.engine.tokenizer, "chat_template", ""))
+    template = getattr(service.engine.tokenizer, "chat_template", "")
+    if template is None:
+        text = "the model has no chat template; ask /v1/completions with a prompt, or start the "
+        raise ApiError(400, text + "server with --chat-template FILE", param="messages")
     for message in messages:
-        if message["role"] == "developer" and "developer" not in template:
+        if message["role"] == "developer" and "developer" not in str(template):
             message["role"] = "system"  # which it was once called, and as which models know it
     return messages
 

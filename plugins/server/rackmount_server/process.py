@@ -38,7 +38,7 @@ def serve(
 
     Args:
         start: a coroutine function that gives the engine.
-        ready: told the engine and the server's address just before requests are taken.
+        ready: told the engine and the server's address once connections are taken.
 
     Raises:
         ConfigError: the address cannot be had; known before the engine starts.
@@ -129,25 +129,27 @@ async def _run(
     ready: Callable[[AsyncEngine, str], None],
 ) -> int:
     app = build_app(engine, settings)
-    server = _Server(
-        uvicorn.Config(
-            app,
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=int(settings.drain_s + GRACE_S),
-        )
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=int(settings.drain_s + GRACE_S),
     )
+    config.load()  # before the address is told: it may import for long
+    server = _Server(config)
     host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(config.backlog)
+    except OSError as error:  # another process listens there since
+        raise _no_address(settings.host, settings.port, error) from error
     ready(engine, f"http://{f'[{host}]' if ':' in host else host}:{port}")
     serving = asyncio.ensure_future(server.serve([listener]))
     stopping = asyncio.ensure_future(_stop(settings, engine, stop, server, app.state.admission))
     try:
         await serving
-    except OSError as error:  # another process listens there since
-        raise _no_address(settings.host, settings.port, error) from error
     finally:
         stopping.cancel()
         await asyncio.gather(stopping, return_exceptions=True)
