@@ -58,3 +58,17 @@ def record_of(tmp_path: Path, tiny: Path) -> Callable[..., dict[str, Any]]:
         return json.loads(file.read_text())
 
     return run
+
+
+@pytest.fixture
+def refusal_of(tiny: Path) -> Callable[..., str]:
+    """Runs a command that is refused, and gives the text of its error; `{model}` in the arguments
+    is the tiny model."""
+
+    def run(arguments: str) -> str:
+        asked = [word.replace("{model}", str(tiny)) for word in arguments.split()]
+        outcome = CliRunner().invoke(build_app(plugins()), asked, catch_exceptions=False)
+        assert outcome.exit_code == 2, outcome.output
+        return outcome.stderr
+
+    return run

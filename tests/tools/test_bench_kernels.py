@@ -25,6 +25,7 @@ from rackmount_tools.ceilings import Ceilings
 from rackmount_tools.linear_timing import against
 
 RecordOf = Callable[..., dict[str, Any]]
+RefusalOf = Callable[..., str]
 
 
 def test_every_matrix_of_the_model_is_timed_with_every_kernel(record_of: RecordOf) -> None:
@@ -168,10 +169,23 @@ def test_an_activation_is_fused_where_the_product_behind_it_rounds_nothing(
     assert found["48 x 16"] == ("rounded", "silu_mul") and found["16 x 24"] == (None, None)
 
 
-def test_a_kernel_that_fits_nothing_is_refused_with_those_that_do(record_of: RecordOf) -> None:
-    refusal = r"kernel='dequantize' fits no product .* among .*torch"
-    with pytest.raises(AssertionError, match=refusal):
-        record_of("kernels --kernel dequantize")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("dequantize", "weight_format"), ("triton", "device")],
+)
+def test_a_kernel_that_fits_nothing_is_refused_with_why_and_with_those_that_do(
+    refusal_of: RefusalOf, name: str, reason: str
+) -> None:
+    text = refusal_of(f"bench kernels {{model}} --device cpu --kernel {name}")
+    why, _, fitting = text.partition("; choose among ")
+    assert f"kernel={name!r} fits no product of this model here: {name} (rackmount-" in why
+    assert reason in why and "torch" in fitting
+
+
+def test_an_unknown_kernel_is_refused_with_all_there_are(refusal_of: RefusalOf) -> None:
+    text = refusal_of("bench kernels {model} --device cpu --kernel tritn")
+    assert "kernel='tritn' (did you mean 'triton'?) must be one of " in text
+    assert "dequantize" in text and "torch" in text
 
 
 def test_a_kernel_that_adds_reads_as_much_again_as_it_writes() -> None:

@@ -126,7 +126,7 @@ def test_a_workload_decodes_as_full_as_it_may() -> None:
 
 
 def test_the_nano_workload_is_that_of_nano_vllm() -> None:
-    load = nano()
+    load = nano(10_001)
     assert (len(load.prompts), load.num_output_tokens) == (256, 133_966)
     assert load.num_prompt_tokens == 142_827
     assert {min(map(min, load.prompts)), max(map(max, load.prompts))} <= set(range(10_001))
@@ -137,7 +137,7 @@ def test_the_nano_workload_is_that_of_nano_vllm() -> None:
 
 
 def test_the_floor_of_the_nano_workload_on_an_h200() -> None:
-    load = nano()
+    load = nano(10_001)
     seconds = floors("qwen3-0.6b").workload(load, 256)
     assert load.num_output_tokens / seconds == pytest.approx(36_000, rel=0.03)
 

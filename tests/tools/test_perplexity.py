@@ -170,3 +170,54 @@ def test_data_that_is_no_text_is_refused(tmp_path: Path) -> None:
         outcome = run(tmp_path, "--data", str(tmp_path / name))
         assert outcome.exit_code == 2
         assert "must be a file of text in UTF-8" in outcome.output
+
+
+def record(folder: Path, tmp_path: Path, *more: str) -> dict[str, Any]:
+    text, file = tmp_path / "text.txt", tmp_path / "record.json"
+    text.write_text(TEXT, encoding="utf-8")
+    outcome = run(folder, "--data", str(text), "--json", str(file), *more)
+    assert outcome.exit_code == 0, outcome.output
+    return json.loads(file.read_text())
+
+
+@pytest.mark.parametrize(
+    ("given", "context", "stride"),
+    [
+        ((), 63, 62),  # the model knows 64 positions
+        (("--context", "32"), 32, 31),
+        (("--max-model-len", "20"), 19, 18),
+        (("--stride", "5"), 63, 5),
+    ],
+)
+def test_windows_are_by_default_no_larger_than_there_is_room_for(
+    reads: tuple[Path, PreTrainedModel, list[int]],
+    tmp_path: Path,
+    given: tuple[str, ...],
+    context: int,
+    stride: int,
+) -> None:
+    found = record(reads[0], tmp_path, *given)
+    assert (found["context"], found["stride"]) == (context, stride)
+    assert found["tokens"] == SIZE - (not reads[2])
+
+
+@pytest.mark.parametrize(
+    ("given", "refusal"),
+    [
+        (("--context", "64"), "context=64 must be at most 63: there is room for 64 tokens"),
+        (("--context", "20", "--max-model-len", "20"), "context=20 must be at most 19"),
+        (("--context", "32", "--stride", "33"), "stride=33 must be 1 to 32"),
+        (("--stride", "64"), "stride=64 must be 1 to 63"),
+    ],
+)
+def test_windows_without_room_are_refused_before_anything_is_loaded(
+    reads: tuple[Path, PreTrainedModel, list[int]],
+    tmp_path: Path,
+    given: tuple[str, ...],
+    refusal: str,
+) -> None:
+    bare = tmp_path / "config.json"
+    bare.write_bytes((reads[0] / "config.json").read_bytes())
+    outcome = run(bare, "--data", str(bare), *given)
+    assert outcome.exit_code == 2
+    assert refusal in outcome.stderr

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 from typing import Annotated, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from rackmount_tools.record import (
     JsonFile,
     describe_ceilings,
     describe_engine,
+    print_ceilings,
     print_table,
     write_record,
 )
@@ -144,8 +146,15 @@ def bench(
         "enable_prefix_caching": False,
         "max_num_seqs": max(engine.max_num_seqs, num_requests + 8),
     }
-    longest = max(input_len + max_tokens, long_len + 1) + 1
-    with open_engine(model, arguments, ctx.obj, max_model_len=longest) as mounted:
+    longest, because = max(
+        (long_len + 1, {"long_len": long_len}),
+        (
+            input_len + max_tokens,
+            {"num_requests": num_requests, "input_len": input_len, "output_len": output_len},
+        ),
+        key=itemgetter(0),
+    )
+    with open_engine(model, arguments, ctx.obj, longest=longest, because=because) as mounted:
         vocab_size = mounted.rack.draft.vocab_size
         decoding = random_prompts(num_requests, input_len, vocab_size)
         long = random_prompts(num_long, long_len, vocab_size, seed=1)
@@ -167,5 +176,5 @@ def bench(
             "loads": rows,
         }
     print_table(f"{model}: {num_requests} requests decode", COLUMNS, rows)
-    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
+    print_ceilings(floors.ceilings)
     write_record(json_file, record)

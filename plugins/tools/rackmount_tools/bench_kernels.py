@@ -19,7 +19,8 @@ import typer
 
 from rackmount import EngineConfig, EngineOptions, Rack, draft_rack, locate, read_config, unfold
 from rackmount import progress as shown
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import ConfigError, did_you_mean
+from rackmount_registry.selection import Candidate, PairCandidate
 from rackmount_tools.bench_latency import numbers_of
 from rackmount_tools.ceilings import measure_ceilings
 from rackmount_tools.expert_timing import time_experts
@@ -28,7 +29,9 @@ from rackmount_tools.record import (
     JsonFile,
     describe_ceilings,
     describe_rack,
+    print_ceilings,
     print_table,
+    writable,
     write_record,
 )
 from rackmount_tools.shapes import ModelOrShape, resolved
@@ -51,17 +54,30 @@ COLUMNS = {
 }
 
 
+def candidates_of(rack: Rack) -> list[tuple[str, Candidate | PairCandidate]]:
+    """Every kernel by name, as it was held against each product of the model."""
+    linear = [each for choice in rack.parts.linear.values() for each in choice.candidates]
+    pairs = [pair for choice in rack.parts.experts.values() for pair in choice.candidates]
+    # A dispatcher matters to those expert kernels alone that would fit by themselves.
+    experts = [(pair.first.name, pair if pair.first.accepted else pair.first) for pair in pairs]
+    return [*((each.name, each) for each in linear), *experts]
+
+
 def require_fitting(rack: Rack, kernels: list[str]) -> None:
-    """ConfigError for a kernel that fits nothing."""
-    linear = (each for choice in rack.parts.linear.values() for each in choice.candidates)
-    pairs = (pair for choice in rack.parts.experts.values() for pair in choice.candidates)
-    fitting = {each.name for each in linear if each.accepted}
-    fitting |= {pair.first.name for pair in pairs if pair.accepted}
-    for name in kernels:
-        if name not in fitting:
+    """ConfigError for a kernel that is unknown, or that fits nothing, with what refuses it."""
+    held = candidates_of(rack)
+    known = sorted({name for name, _ in held})
+    fitting = sorted({name for name, each in held if each.accepted})
+    for asked in kernels:
+        if asked not in known:
             raise ConfigError(
-                f"kernel={name!r} fits no product of this model here; choose among "
-                f"{', '.join(sorted(fitting))}"
+                f"kernel={asked!r}{did_you_mean(asked, known)} must be one of {', '.join(known)}"
+            )
+        if asked not in fitting:
+            refused = dict.fromkeys(str(each) for name, each in held if name == asked)
+            raise ConfigError(
+                f"kernel={asked!r} fits no product of this model here: {'; '.join(refused)}; "
+                f"choose among {', '.join(fitting)}"
             )
 
 
@@ -76,8 +92,9 @@ def bench(
     tune: Annotated[
         Path | None,
         typer.Option(
+            callback=writable,
             help="Search for the fastest tilings of the model's experts on this GPU, and add them "
-            "to this file, which `--plugin-config expert_kernel.NAME.tuned=FILE` reads."
+            "to this file, which `--plugin-config expert_kernel.NAME.tuned=FILE` reads.",
         ),
     ] = None,
     tune_seconds: Annotated[
@@ -115,5 +132,5 @@ def bench(
         "kernels": rows,
     }
     print_table(f"{model}: kernels", COLUMNS, rows)
-    typer.echo(f"ceilings: {describe_ceilings(ceilings)}")
+    print_ceilings(ceilings)
     write_record(json_file, record)

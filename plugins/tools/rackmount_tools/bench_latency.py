@@ -26,6 +26,7 @@ from rackmount_tools.record import (
     JsonFile,
     describe_ceilings,
     describe_engine,
+    print_ceilings,
     print_table,
     write_record,
 )
@@ -203,8 +204,9 @@ def bench(
         "max_num_seqs": max(engine.max_num_seqs, *sizes),
     }
     ramp = max(ramp_len(size, input_len, engine.max_num_batched_tokens) for size in sizes)
-    longest = input_len + ramp + output_len + 1
-    with open_engine(model, arguments, ctx.obj, max_model_len=longest) as mounted:
+    longest = input_len + ramp + output_len
+    because = {"input_len": input_len, "output_len": output_len, "batch_sizes": batch_sizes}
+    with open_engine(model, arguments, ctx.obj, longest=longest, because=because) as mounted:
         floors = measured_floors(mounted)
         rows = [
             row
@@ -220,5 +222,5 @@ def bench(
             "phases": rows,
         }
     print_table(f"{model}: {input_len} tokens in, {output_len} out", COLUMNS, rows)
-    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
+    print_ceilings(floors.ceilings)
     write_record(json_file, figures)

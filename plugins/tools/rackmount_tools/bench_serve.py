@@ -18,7 +18,7 @@ import typer
 from rackmount import unfold
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.plain import as_plain
-from rackmount_tools.record import JsonFile, print_table, write_record
+from rackmount_tools.record import JsonFile, print_table, writable, write_record
 from rackmount_tools.serving.arrivals import arrivals
 from rackmount_tools.serving.asks import Ask, Lengths, random_asks, read_asks
 from rackmount_tools.serving.drive import Target, drive, first_model, server_info
@@ -122,7 +122,8 @@ def bench(
         typer.Option(help="Count requests within goals in ms: --goodput ttft:500 tpot:50."),
     ] = None,
     plot_file: Annotated[
-        Path | None, typer.Option("--plot", help="PNG of latency against rate.")
+        Path | None,
+        typer.Option("--plot", callback=writable, help="PNG of latency against rate."),
     ] = None,
     json_file: JsonFile = None,
     *,

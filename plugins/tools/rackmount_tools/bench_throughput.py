@@ -10,11 +10,12 @@ import typer
 
 from rackmount import Engine, EngineOptions, SamplingParams, unfold
 from rackmount_registry.errors import ConfigError
-from rackmount_tools.loads import Workload, nano, uniform
+from rackmount_tools.loads import NANO_LONGEST, Workload, nano, uniform
 from rackmount_tools.record import (
     JsonFile,
     describe_ceilings,
     describe_engine,
+    print_ceilings,
     print_table,
     write_record,
 )
@@ -32,6 +33,28 @@ COLUMNS = {
     "share": "reached",
 }
 WORKLOADS = ("nano", "uniform")
+UNIFORM = {"num_prompts": 256, "input_len": 512, "output_len": 256}
+"""Of that workload, where nobody says otherwise."""
+
+
+def _uniform(name: str) -> Any:
+    return typer.Option(min=1, help="Of the uniform workload.", show_default=str(UNIFORM[name]))
+
+
+def uniform_sizes(workload: str, **asked: int | None) -> dict[str, int]:
+    """`asked` as `UNIFORM` has it.
+
+    Raises:
+        ConfigError: some are asked for, and the workload has its own.
+    """
+    given = {name: value for name, value in asked.items() if value is not None}
+    if given and workload != "uniform":
+        options = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise ConfigError(
+            f"{options}: workload={workload!r} has its own prompts and lengths; leave them to it, "
+            "or choose workload='uniform'"
+        )
+    return UNIFORM | given
 
 
 def measure(engine: Engine, load: Workload, temperature: float) -> float:
@@ -66,9 +89,9 @@ def bench(
     workload: Annotated[
         str, typer.Option(help="nano (as in nano-vllm's README), or uniform.")
     ] = "uniform",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 256,
-    input_len: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Of the uniform workload.")] = 256,
+    num_prompts: Annotated[int | None, _uniform("num_prompts")] = None,
+    input_len: Annotated[int | None, _uniform("input_len")] = None,
+    output_len: Annotated[int | None, _uniform("output_len")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.6,
     json_file: JsonFile = None,
     *,
@@ -77,14 +100,20 @@ def bench(
     """Output tokens per second of MODEL, beside the most that this device could give."""
     if workload not in WORKLOADS:
         raise ConfigError(f"workload={workload!r} must be one of {', '.join(WORKLOADS)}")
-    longest = 2049 if workload == "nano" else input_len + output_len + 1
-    with open_engine(model, engine.arguments(), ctx.obj, max_model_len=longest) as mounted:
-        rack = mounted.rack
-        load = (
-            nano()
-            if workload == "nano"
-            else uniform(num_prompts, input_len, output_len, rack.draft.vocab_size)
-        )
+    sizes = uniform_sizes(
+        workload, num_prompts=num_prompts, input_len=input_len, output_len=output_len
+    )
+    because: dict[str, object] = {"workload": workload}
+    if workload == "nano":
+        longest = NANO_LONGEST
+    else:
+        longest = sizes["input_len"] + sizes["output_len"]
+        because |= sizes
+    with open_engine(
+        model, engine.arguments(), ctx.obj, longest=longest, because=because
+    ) as mounted:
+        vocab_size = mounted.rack.draft.vocab_size
+        load = nano(vocab_size) if workload == "nano" else uniform(**sizes, vocab_size=vocab_size)
         floors = measured_floors(mounted)
         seconds = measure(mounted, load, temperature)
         floor = floors.workload(load, mounted.config.max_num_seqs)
@@ -98,5 +127,5 @@ def bench(
             **figures,
         }
     print_table(f"{model}: {workload}, temperature {temperature}", COLUMNS, [figures])
-    typer.echo(f"ceilings: {describe_ceilings(floors.ceilings)}")
+    print_ceilings(floors.ceilings)
     write_record(json_file, record)

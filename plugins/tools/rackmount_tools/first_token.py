@@ -28,7 +28,9 @@ def main(asked: dict[str, Any]) -> dict[str, float]:
         for name, value in asked["arguments"].items()
     }
     length = asked["input_len"]
-    with open_engine(asked["model"], given, manager, max_model_len=length + 2) as engine:
+    with open_engine(
+        asked["model"], given, manager, longest=length + 1, because={"input_len": length}
+    ) as engine:
         times["engine"] = time.time()
         prompts = random_prompts(1, length, engine.rack.draft.vocab_size)
         timed(engine, prompts, greedy(1))

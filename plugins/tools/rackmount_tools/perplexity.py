@@ -55,20 +55,26 @@ class Perplexity:
         return self.nats / (math.log(2) * self.num_bytes)
 
 
-def windows_of(ids: Sequence[int], context: int, stride: int, bos: int | None) -> list[Window]:
-    """The windows of a text, each with a token to score.
-
-    Raises:
-        ConfigError: a stride that would leave tokens out, or a text of which nothing can be scored.
-    """
-    before = [] if bos is None else [bos]
-    room = context - len(before)
+def require_stride(stride: int, context: int, bos: int | None = None) -> None:
+    """ConfigError for a stride that would leave tokens out."""
+    room = context - (bos is not None)
     if not 1 <= stride <= room:
         behind = "" if bos is None else " behind the one that begins it"
         raise ConfigError(
             f"stride={stride} must be 1 to {room}, the tokens of text that a window of "
             f"context={context} holds{behind}"
         )
+
+
+def windows_of(ids: Sequence[int], context: int, stride: int, bos: int | None) -> list[Window]:
+    """The windows of a text, each with a token to score.
+
+    Raises:
+        ConfigError: as for `require_stride`; or a text of which nothing can be scored.
+    """
+    require_stride(stride, context, bos)
+    before = [] if bos is None else [bos]
+    room = context - len(before)
     if len(ids) + len(before) < 2:
         raise ConfigError(f"a text of {len(ids)} tokens has none that follows another")
     windows, reached = [], 0

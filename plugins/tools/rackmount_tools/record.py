@@ -1,6 +1,7 @@
 """What a benchmark leaves: a table for people, a file for later."""
 
 import json
+import os
 import shlex
 import sys
 from dataclasses import asdict
@@ -13,13 +14,38 @@ from rich.console import Console
 from rich.table import Table
 
 from rackmount import Engine, Rack
+from rackmount_registry.errors import ConfigError
 from rackmount_registry.plain import as_plain
 from rackmount_tools.ceilings import Ceilings
 from rackmount_tools.machine import describe_machine, driver_version
 
+
+def writable(param: typer.CallbackParam, file: Path | None) -> Path | None:
+    """The callback of an option for a file to write: refused before anything is measured for it.
+
+    Raises:
+        ConfigError: a folder, or what may not be written, or a file in no folder that may be.
+    """
+    if file is not None:
+        asked = (
+            f"{param.opts[0].removeprefix('--')}={str(file)!r} must be a file that can be written"
+        )
+        if file.is_dir():
+            raise ConfigError(f"{asked}, and is a folder")
+        if not file.exists() and not file.parent.is_dir():
+            raise ConfigError(f"{asked}, and there is no folder {str(file.parent)!r}")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise ConfigError(f"{asked}, and that is not permitted")
+    return file
+
+
 JsonFile = Annotated[
     Path | None,
-    typer.Option("--json", help="File for the figures, the machine and what was mounted."),
+    typer.Option(
+        "--json",
+        callback=writable,
+        help="File for the figures, the machine and what was mounted.",
+    ),
 ]
 
 FILE_WIDTH = 160
@@ -96,3 +122,14 @@ def describe_ceilings(ceilings: Ceilings) -> dict[str, Any]:
     """In terabytes and teraflops per second; floors count with the better of read and copy."""
     measured = {name: value for name, value in asdict(ceilings).items() if value is not None}
     return {f"{name}_T": round(value / 1e12, 4) for name, value in measured.items()}
+
+
+def print_ceilings(ceilings: Ceilings) -> None:
+    """One line, with units."""
+    units = {"read": "TB/s", "copy": "TB/s", "int8": "TOP/s"}
+    figures = [
+        f"{name} {_cell(name, value / 1e12)} {units.get(name, 'TFLOP/s')}"
+        for name, value in asdict(ceilings).items()
+        if value is not None
+    ]
+    typer.echo(f"ceilings: {', '.join(figures)}")

@@ -2,7 +2,7 @@
 way."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rackmount import Engine, RequestOutput, SamplingParams
@@ -16,17 +16,34 @@ from rackmount_tools.shapes import resolved
 
 
 def open_engine(
-    model: str, arguments: dict[str, Any], manager: PluginManager, *, max_model_len: int
+    model: str,
+    arguments: dict[str, Any],
+    manager: PluginManager,
+    *,
+    longest: int,
+    because: Mapping[str, object],
 ) -> Engine:
-    """An engine for a model or a shape; `max_model_len` counts where the arguments have none.
+    """An engine for a model or a shape, for requests of so many tokens with their output.
+
+    Args:
+        longest: `max_model_len`, where the arguments have none.
+        because: the options that it comes from, for the text of an error.
 
     Raises:
-        ConfigError: the model does not know so many positions.
+        ConfigError: so many tokens are above what the model knows or the arguments allow.
     """
-    if arguments["max_model_len"] is None:
-        arguments = arguments | {"max_model_len": max_model_len}
-    with resolved(model, arguments) as (name, given):
-        return Engine(name, manager=manager, **given)
+    options = ", ".join(f"{name}={value!r}" for name, value in because.items())
+    asked = f"{options}: requests have up to {longest} tokens, and"
+    length = arguments["max_model_len"] or longest
+    if length < longest:
+        raise ConfigError(f"{asked} max_model_len={length} is below that")
+    try:
+        with resolved(model, arguments | {"max_model_len": length}) as (name, given):
+            return Engine(name, manager=manager, **given)
+    except ConfigError as error:
+        if f"max_model_len={longest}" not in str(error):
+            raise
+        raise ConfigError(f"{asked} {error}") from error
 
 
 def measured_floors(engine: Engine) -> Floors:

@@ -43,11 +43,19 @@ def resolved(model: str, arguments: dict[str, Any]) -> Iterator[tuple[str, dict[
     taken for one.
 
     Raises:
-        ConfigError: an unknown way to quantize a shape.
+        ConfigError: an unknown way to quantize a shape; or what was done with the model raised it,
+            with the shapes if it is about the model's name.
     """
     shape, plus, how = model.partition("+")
     if shape not in SHAPES or Path(model).expanduser().exists():
-        yield model, arguments
+        try:
+            yield model, arguments
+        except ConfigError as error:
+            if not str(error).startswith(f"model={model!r} is neither"):
+                raise
+            raise ConfigError(
+                f"{error}; nor a shape{did_you_mean(shape, SHAPES)}; shapes: {', '.join(SHAPES)}"
+            ) from error
         return
     arguments = arguments | {"load_format": "dummy"}
     if not plus:
