@@ -10,6 +10,7 @@ from tests.helpers.mounting import plugins
 from torch import Tensor, nn
 
 from rackmount.config import EngineConfig
+from rackmount.decisions import decisions
 from rackmount.rack import Rack, draft_rack
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
@@ -230,5 +231,7 @@ def test_a_scheme_that_can_rounds_a_plain_checkpoint_when_asked() -> None:
     names = {w.stored.name for s in rack.draft.sockets for w in s.weights() if w.role == "linear"}
     assert names == {"rounded"}
     assert rack.scheme is not None and rack.scheme.name == "mine"
+    (told,) = (each for each in decisions(rack, manager) if each.kind == "quantization_scheme")
+    assert told.why == "requested"
     with pytest.raises(ConfigError, match=r"quantization='w8': the checkpoint is plain, .* mine"):
         rack_of(LLAMA, manager, quantization="w8")
