@@ -1,10 +1,19 @@
 """The engine on a GPU with the reference parts: right in every dtype."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from tests.helpers.checkpoints import tiny_checkpoint
-from tests.helpers.engines import assert_idle, distributions, greedy, rows, tiny_engine
+from tests.helpers.engines import (
+    assert_idle,
+    distributions,
+    greedy,
+    rows,
+    tiny_engine,
+    tokens_of,
+)
 
 from rackmount import SamplingParams
 
@@ -54,3 +63,18 @@ def test_sampled_text_on_the_gpu_is_that_of_the_cpu(tmp_path: Path) -> None:
         with tiny_engine(folder, device=device, dtype="float64") as engine:
             tokens[device] = [each.token_ids for each in engine.generate(PROMPTS, params)]
     assert tokens["cuda"] == tokens["cpu"]
+
+
+def test_threads_and_engines_beside_it_change_nothing(tmp_path: Path) -> None:
+    """A new thread's GPU is the first one, and an engine that is made changes its maker's: of
+    several GPUs the first engine has the last."""
+    folder, _ = tiny_checkpoint(tmp_path, "llama", head_dim=64, hidden_size=128)
+    given = {"dtype": "float32", "block_size": None}
+    last = f"cuda:{torch.cuda.device_count() - 1}"
+    with tiny_engine(folder, device=last, **given) as engine:
+        alone = tokens_of(engine, PROMPTS, greedy(20))
+        with tiny_engine(folder, device="cuda:0", **given) as other, ThreadPoolExecutor(3) as pool:
+            shared = [engine, other, engine]
+            found = list(pool.map(lambda each: tokens_of(each, PROMPTS, greedy(20)), shared))
+            assert found == [alone] * 3
+            assert tokens_of(engine, PROMPTS, greedy(20)) == alone

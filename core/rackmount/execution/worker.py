@@ -107,6 +107,8 @@ class Worker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> PendingStep:
         """Begins one step. Plans come in the order in which they were scheduled."""
+        if self.rack.device.type == "cuda":  # the thread, or another engine, may have had another
+            torch.cuda.set_device(self.rack.device.index or 0)
         self._apply(plan)
         flat = self.batch.build(plan)
         if self._decode_graphs is not None and flat.is_decode and flat.all_sample:
