@@ -76,7 +76,6 @@ def test_the_chat_template_gets_its_arguments(chain: Engine) -> None:
     ("bad", "message"),
     [
         ("", "no token"),
-        ([], "no token"),
         ([1, 260], "token id 260 at index 1 .* legal ids are 0 to 259"),
         ([-1], "token id -1 at index 0"),
         ([1.5], "type float"),
@@ -99,6 +98,12 @@ def test_a_bad_prompt_is_refused_alone_and_the_others_are_served(
         with pytest.raises(ValueError, match=message):
             read()
     assert_idle(chain)
+
+
+def test_an_empty_batch_has_no_answers_and_an_empty_prompt_is_refused(chain: Engine) -> None:
+    assert chain.generate([], greedy(3)) == [] == list(chain.stream([], greedy(3)))
+    good, refused = chain.generate(["A", []], greedy(3))
+    assert good.text == "BCD" and "no token" in str(refused.error)
 
 
 def test_params_that_the_model_refuses_are_refused_for_their_prompt_alone(chain: Engine) -> None:

@@ -56,12 +56,14 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-@pytest.mark.parametrize("single", ["hi", "", [], [1, 2], CHAT, (1, 2), 7, {"role": "user"}])
+@pytest.mark.parametrize("single", ["hi", "", [1, 2], CHAT, (1, 2), 7, {"role": "user"}])
 def test_one_prompt_is_told_from_a_batch(single):
     assert normalize_prompts(single) == ([single], True)
 
 
-@pytest.mark.parametrize("batch", [["hi"], ["hi", [1], CHAT, 7], [[1, 2], []], [[]], [CHAT, "hi"]])
+@pytest.mark.parametrize(
+    "batch", [[], ["hi"], ["hi", [1], CHAT, 7], [[1, 2], []], [[]], [CHAT, "hi"]]
+)
 def test_a_list_that_starts_with_a_prompt_is_a_batch(batch):
     assert normalize_prompts(batch) == (batch, False)
     assert normalize_prompts(tuple(batch)) == (batch, False)

@@ -20,11 +20,11 @@ Prompt = str | Sequence[int] | Sequence[Message]
 def normalize_prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Prompt], bool]:
     """A list of prompts, and whether a single one was given.
 
-    A list or tuple whose first item is a str, list or tuple is a batch. Anything else is one
-    prompt: a str, a list that starts with a token id or a message, an empty list.
+    A list or tuple that is empty or begins with a str, list or tuple is a batch. Anything else is
+    one prompt: a str, a list that starts with a token id or a message.
     """
     match prompts:
-        case [str() | list() | tuple(), *_]:
+        case [] | [str() | list() | tuple(), *_]:
             return list(prompts), False  # type: ignore[arg-type]  # `encode` checks each row
         case _:
             return [prompts], True  # type: ignore[list-item]
