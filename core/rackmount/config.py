@@ -46,7 +46,8 @@ class EngineConfig:
     dtype: str = "auto"
     """Of weights and activations; "auto" is the checkpoint's own."""
     device: str = "auto"
-    """"cpu", "cuda" or "cuda:N"; "auto" is the first GPU, else the CPU. Ranks have one each."""
+    """"cpu", "cuda" or "cuda:N"; "auto" is the first GPU, else the CPU. Ranks of "cuda" have a GPU
+    each."""
     max_model_len: int | None = None
     """Longest sequence, prompt and output together; None is what the model claims to know."""
     num_kv_blocks: int | None = None
@@ -58,7 +59,8 @@ class EngineConfig:
     """Share of a GPU's whole memory that may be in use: by weights, activations, graphs and KV of
     this engine, and by whoever else is there."""
     kv_cache_dtype: str = "auto"
-    """"model" as activations, "fp8" float8_e4m3fn; "auto": as the checkpoint says, or "model"."""
+    """"model" is that of activations, "fp8" float8_e4m3fn; "auto" is what the checkpoint says, or
+    "model"."""
     kv_scale: float | None = None
     """Of keys and values in an FP8 cache, for checkpoints that bring no scales: what is stored is
     their quotient, cut off at 448."""

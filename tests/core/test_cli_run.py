@@ -221,7 +221,7 @@ def test_the_load_of_experts_is_a_table_after_the_answers(model, tmp_path):
     head, line, note = result.stderr.splitlines()[-3:]
     columns = ["experts", "choices", "used", "max/mean", "busiest expert (share)"]
     assert re.split(" {2,}", head) == columns
-    assert note.startswith("the model's last layer has fewer choices")
+    assert note.startswith("in the model's last layer, only tokens that are sampled from")
     layer, tokens, used, imbalance, busiest, share = line.split()
     # The last layer computes a prompt's last token alone.
     assert (layer, tokens) == ("model.layers.1.mlp.experts", str((1 + 5) * 3))

@@ -70,9 +70,7 @@ class EngineOptions:
     trust_remote_code: Annotated[
         bool, _engine("Run code that comes with the model.", "--trust-remote-code")
     ] = False
-    tp: Annotated[
-        int, _engine("Ranks of tensor parallelism.", "--tp", "--tensor-parallel-size")
-    ] = 1
+    tp: Annotated[int, _engine("Tensor-parallel ranks.", "--tp", "--tensor-parallel-size")] = 1
     dp: Annotated[int, _engine("Data-parallel ranks; only 1.", "--dp", "--data-parallel-size")] = 1
     ep: Annotated[int, _engine("Expert-parallel ranks; only 1 at present.")] = 1
     grammar_backend: Annotated[str, _engine("Structured output.")] = "auto"

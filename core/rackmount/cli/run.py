@@ -117,7 +117,7 @@ def _table(layers: list[ExpertLoad]) -> Iterator[str]:
         share = each.tokens[each.busiest] / max(total, 1)
         figures = f"{total:>9} {used:>9} {each.imbalance:>9.2f}  {each.busiest} ({share:.1%})"
         yield f"{each.layer:<{width}} {figures}"
-    yield "the model's last layer has fewer choices: it computes only tokens that are sampled from"
+    yield "in the model's last layer, only tokens that are sampled from count"
 
 
 def _typed(as_json: bool) -> Iterator[str]:

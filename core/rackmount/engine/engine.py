@@ -1,7 +1,6 @@
 """The engine that people call."""
 
 import gc
-import itertools
 import threading
 from collections import deque
 from collections.abc import Generator, Mapping
@@ -68,14 +67,12 @@ class Engine:
         self._dropped: deque[str] = deque()
         """Requests that nobody waits for any more, to be ended when the core is not at work."""
         self._at_work = False
-        form = self.config.load_format
-        path = locate(model, self.manager, report, weights=form != "dummy")
-        checkpoint = open_model(path, self.manager, form)
+        path = locate(model, self.manager, report, weights=self.config.load_format != "dummy")
+        checkpoint = open_model(path, self.manager, self.config.load_format)
         try:
             # The tokenizer first: if it is broken, that is known before gigabytes are read.
             tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
-            rack = draft_rack(self.config, checkpoint.config, self.manager)
-            self._rack = rack
+            self._rack = rack = draft_rack(self.config, checkpoint.config, self.manager)
             self._core = EngineCore(
                 path,
                 Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),
@@ -231,13 +228,7 @@ class Engine:
     def _step(self) -> None:
         """One step of the core, and what came of it to every sequence that runs."""
         with self._turn:
-            self._end_dropped()
-            self._at_work = True
-            try:
-                stepped = self.core.step()
-            finally:
-                self._at_work = False
-            if not stepped and not self.core.events:
+            if not self._work(step=True) and not self.core.events:
                 # An interrupt took the core's last word on these.
                 for sequence in self._sequences.values():
                     sequence.end("error")
@@ -258,23 +249,24 @@ class Engine:
         finally:
             self.core.events.popleft()
             if sequence is not None and sequence.finish_reason is not None:
-                del self._sequences[event.request_id]
+                self._sequences.pop(event.request_id, None)
                 if event.finish_reason is None:
                     self._dropped.append(event.request_id)
 
-    def _end_dropped(self) -> None:
-        """Ends the requests that nobody waits for."""
+    def _work(self, step: bool) -> bool:
+        """Ends the requests that nobody waits for and, if asked to, makes the core's next step."""
         self._at_work = True
         try:
             while self._dropped:
                 self.core.abort(self._dropped.popleft())
+            return step and self.core.step()
         finally:
             self._at_work = False
 
     def _queue_all(self, groups: list[Group]) -> None:
         """Gives the requests to the core."""
         with self._turn:
-            for request, sequence in itertools.chain(*(group.members for group in groups)):
+            for request, sequence in [each for group in groups for each in group.members]:
                 self._sequences[request.request_id] = sequence
                 self.core.add(request)
 
@@ -290,4 +282,4 @@ class Engine:
                     self._dropped.append(sequence.request_id)
                     sequence.end("abort")
             if not self._at_work and self._core is not None:
-                self._end_dropped()
+                self._work(step=False)

@@ -33,7 +33,8 @@ class RequestOutput:
     num_cached_tokens: int = 0
     """Prompt tokens that the prefix cache held."""
     error: ValueError | None = None
-    """Why this prompt of a batch was refused, the others being served. Its answer raises it."""
+    """Why this prompt of a batch was refused, the others being served. Reading its answer raises
+    it."""
 
     @property
     def outputs(self) -> list[Completion]:
@@ -61,7 +62,8 @@ class TextChunk:
     index: int
     """Which of the `n` answers."""
     text: str
-    """May be empty: unfinished characters, and what may become a stop string, are held back."""
+    """May be empty: bytes of an unfinished character, or what may become a stop string, are held
+    back."""
     token_ids: list[int]
     num_prompt_tokens: int
     num_cached_tokens: int

@@ -74,7 +74,8 @@ class DecodeGraph:
     processed: SamplingGraph
     """For rows that may ask for anything."""
     logits: Tensor
-    """[size, vocabulary], as the model gave them, until a graph of another size overwrites them."""
+    """[size, vocabulary], where `processed` leaves them as the model gave them; that of another
+    size overwrites them."""
 
 
 class DecodeGraphs:

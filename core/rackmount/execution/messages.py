@@ -65,7 +65,8 @@ class StepResult(msgspec.Struct, array_like=True, tag=True, kw_only=True):
     logprobs: dict[str, TokenLogprobs] = {}
     """Of the sampled token, by request."""
     prompt_logprobs: dict[str, tuple[int, list[TokenLogprobs]]] = {}
-    """By request: the position of the first prompt token, and one for each from there on."""
+    """By request: position of the first prompt token that they are of, and one for each from
+    there."""
 
 
 Message = (

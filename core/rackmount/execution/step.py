@@ -30,7 +30,8 @@ class PagedStep:
         self.caches: list[Tensor] = []
         """One for each attention layer."""
         self.interrupt: Callable[[AttentionLayer, Tensor], Tensor] | None = None
-        """Attention while a forward is captured in pieces: gives where [T, H, D] will be found."""
+        """What stands for attention while a forward is captured in pieces: gives where the output
+        [T, H, D] will be found."""
         self._parts: Sequence[Part] = ()
 
     def begin(

@@ -11,7 +11,8 @@ from rackmount.sampling.table import SamplingTable
 from rackmount_registry.ops import Ops
 
 BLOCK_LOGITS = 2**22
-"""How many are processed at once: what is computed then stays in a GPU's cache, and is little."""
+"""How many are processed at once: what is computed of them then stays in a GPU's cache, and takes
+little memory."""
 
 
 class Sampler:

@@ -24,7 +24,8 @@ FALLBACK_BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 MAX_PENDING = 32
 MIN_PENDING = 8
-"""A window of more pending tokens shrinks to `MIN_PENDING`, twice the bytes of a character."""
+"""A window of more than `MAX_PENDING` pending tokens shrinks to `MIN_PENDING`, twice the bytes of a
+character."""
 
 
 class Detokenizer:
