@@ -115,11 +115,12 @@ def test_few_rows_of_every_format(name: str, epilogue: str, rows: int, block_n: 
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize("rows", [3, 16, 65])
-def test_tiles_of_several_mma_for_each_warp(rows: int, epilogue: str) -> None:
-    """Their rows' scales and zeros come in halves, and one sum of the tokens serves them all."""
+@pytest.mark.parametrize(("rows", "warps"), [(3, 2), (16, 2), (65, 4)])
+def test_tiles_of_several_mma_for_each_warp(rows: int, warps: int, epilogue: str) -> None:
+    """Their rows' scales and zeros come in halves, and one sum of the tokens serves them all. Above
+    64 rows scales multiply values."""
     weight = int_groups(4, 296, 256, 128, zeros=True)
-    hold(epilogue, draw(rows, weight), weight, prepare(weight, 2, 128, warps=2))
+    hold(epilogue, draw(rows, weight), weight, prepare(weight, 2, 128, warps))
 
 
 def test_a_large_input_leaves_the_others_their_digits() -> None:
@@ -128,7 +129,7 @@ def test_a_large_input_leaves_the_others_their_digits() -> None:
     words = weight.tensors["values"]
     words[:, 0] = words[:, 0] & 0x0FFFFFFF | -(1 << 31)  # column 7 is all zeros
     x = draw(3, weight) / 16 + 1
-    x[:, 7] = 1000
+    x[:, 7] = 16_000
     hold("none", x, weight, prepare(weight, 2))
 
 

@@ -81,7 +81,7 @@ def _cuts(dense: bool, block_m: int) -> tuple[tuple[int, int, int], ...]:
 def _bounds(dense: bool, block_m: int, block_n: int, warps: int) -> tuple[int, ...]:
     """Of a thread's registers. What unpacks values waits for memory, for arithmetic and for the
     tensor cores in turn: a third or fourth program of a multiprocessor fills the gaps."""
-    crowded = not dense and block_m <= 32 and block_n == 32 * warps
+    crowded = not dense and block_m <= 32 and (block_n, warps) == (128, 4)
     return (0, 128, 168) if crowded else (0,)
 
 

@@ -25,7 +25,7 @@ class TritonExperts:
     """See `rackmount_registry.experts.ExpertKernel`. Weights stay packed in memory.
 
     Products are of weights as they are stored, up to the rounding of float32 sums (few tokens meet
-    stored values that are up to 136 larger), and of inputs in the dtype of x, however the scheme
+    values that are up to 128 larger), and of inputs in the dtype of x, however the scheme
     would round those. A routing weight is applied between the two products, to what is
     rounded there anyway; results of a token's experts are rounded and added in float32, in the
     order of its choices, or added before they are rounded where tokens are few.

@@ -93,7 +93,7 @@ def few_rows_kernel(
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
     there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many blocks are
     called into L2 before x may be read; so are the first and the last of a program's scales and
-    zeros in each row.
+    zeros in each row. WARPS: of a program.
     """
     ROUNDED: tl.constexpr = x_scales is not None
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
@@ -238,9 +238,9 @@ def _add_planes(
         planes = int8_planes(packed, zero, dtype, COMPILED)
     else:
         planes = fp8_planes(packed, dtype, COMPILED)
-    # Each warp sums the tokens' columns for all of its rows, by an MMA with rows of ones.
-    ONES: tl.constexpr = min(16 * WARPS, BLOCK_N)
-    total = tl.zeros((ONES, BLOCK_M), tl.float32)
+    if OFFSET:  # an MMA with rows of ones sums the tokens' columns, for all rows of a warp
+        ONES: tl.constexpr = min(16 * WARPS, BLOCK_N)
+        total = tl.zeros((ONES, BLOCK_M), tl.float32)
     for i in tl.static_range(NUM):
         k = column + plane_columns(j, i, NUM)
         tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
