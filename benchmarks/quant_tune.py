@@ -131,7 +131,7 @@ def key(problem: Problem, tiling: Tiling | RowTiling) -> tuple[Any, ...]:
 
 def on_meta(packed: Packed) -> Packed:
     """The weight without its memory, for another process."""
-    tensors = {name: getattr(packed, name) for name in ("words", "scales", "zeros")}
+    tensors = {name: getattr(packed, name) for name in ("words", "scales", "zeros", "ratios")}
     return replace(packed, **{n: t if t is None else t.to("meta") for n, t in tensors.items()})
 
 

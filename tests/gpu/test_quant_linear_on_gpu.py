@@ -205,12 +205,17 @@ def test_the_chosen_tilings_give_the_product(make: Callable[[], Weight]) -> None
         assert len(product(epilogue, nothing, made, None)) == 0
 
 
-def test_a_chain_in_a_graph_gives_the_same_bits_each_time() -> None:
+@pytest.mark.parametrize(
+    ("rows", "tiling"),
+    [(16, FLAT), (33, TILINGS["split tiles"])],
+    ids=["the last adds up", "all add up"],
+)
+def test_a_chain_in_a_graph_gives_the_same_bits_each_time(rows: int, tiling: Tiling) -> None:
     """Each product reads the one before, which may still be running as its kernel starts."""
     weights = [int_groups(4, 1024, 1024, 128, device="cuda") for _ in range(4)]
     weights += [fp8_rows(1024, 1024, device="cuda") for _ in range(4)]
-    chain = [prepare(weight) for weight in weights]
-    x = torch.randn(16, 1024, device="cuda").bfloat16()
+    chain = [prepare(weight, tiling) for weight in weights]
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
 
     def run() -> list[Tensor]:
         outs = [x]

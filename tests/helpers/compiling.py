@@ -76,6 +76,7 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
         words=torch.empty(shape, dtype=torch.int32, **on),
         scales=torch.empty((n, k // group) if group else n, **on),
         zeros=torch.empty((n, k // group), dtype=torch.int16, **on) if group else None,
+        ratios=torch.empty((k // group, n), **on) if group else None,
         order=None,
         n=n,
         k=k,

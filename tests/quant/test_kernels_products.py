@@ -117,8 +117,7 @@ def test_few_rows_of_every_format(name: str, epilogue: str, rows: int, block_n: 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(("rows", "warps"), [(3, 2), (16, 2), (65, 4)])
 def test_tiles_of_several_mma_for_each_warp(rows: int, warps: int, epilogue: str) -> None:
-    """Their rows' scales and zeros come in halves, and one sum of the tokens serves them all. Above
-    64 rows scales multiply values."""
+    """Their rows' zeros come in halves, and one sum of the tokens serves them all."""
     weight = int_groups(4, 296, 256, 128, zeros=True)
     hold(epilogue, draw(rows, weight), weight, prepare(weight, 2, 128, warps))
 
@@ -131,6 +130,27 @@ def test_a_large_input_leaves_the_others_their_digits() -> None:
     x = draw(3, weight) / 16 + 1
     x[:, 7] = 16_000
     hold("none", x, weight, prepare(weight, 2))
+
+
+@pytest.mark.parametrize("exponent", [20, 100])
+def test_scales_of_any_size_are_what_they_are(exponent: int) -> None:
+    """Sums change their units from group to group, as far as float32 reaches, and signs."""
+    weight = int_groups(4, 40, 256, 32)
+    spread = torch.tensor(
+        [1.0, -1.0, 2.0**-exponent, 1.0, 2.0**-exponent, -3.0, 0.5, 2.0**-exponent]
+    )
+    scales = weight.tensors["scales"].float() * spread
+    weight = replace(weight, tensors=weight.tensors | {"scales": scales})
+    made = prepare(weight, 3)
+    assert (made[1].tiling("none", 3) is None) == (exponent == 100)
+    hold("none", draw(3, weight), weight, made)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(("rows", "share"), [(17, 2), (33, 4), (64, 1)])
+def test_tiles_of_many_tokens_are_added_up_by_pieces(rows: int, share: int, epilogue: str) -> None:
+    weight = int_groups(4, 136, 1024, 128)
+    hold(epilogue, draw(rows, weight), weight, prepare(weight, share, 64))
 
 
 @pytest.mark.parametrize("name", [*WEIGHTS, *UNTILED])

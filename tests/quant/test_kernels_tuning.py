@@ -24,6 +24,7 @@ def packed(form: str, n: int, k: int, group: int, panel: int = 128) -> Packed:
         words=torch.empty(shape, dtype=torch.int32, device="meta"),
         scales=torch.empty(0),
         zeros=None,
+        ratios=torch.empty(0),
         order=None,
         n=n,
         k=k,

@@ -1,9 +1,11 @@
 """The product of few rows with a quantized weight, at the speed at which its bytes can be read.
 
-Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Up to 64 rows such
-products are as exact as the weight: a group's scale multiplies a float32 sum. Above, it multiplies
-the values, and is rounded to 16 bits as they are, which takes fewer registers. Of inputs that were
-rounded to the weight's eight bits, both go to the MMA as they are.
+Inputs in 16 bits are multiplied with a weight that becomes 16-bit in registers. Such products are
+as exact as the weight: its scales multiply float32 sums. Where columns are in groups, sums are in
+units of the group that is added next, and go from one to the next by the ratio of the two scales: a
+second set of sums would take too many registers, and scales by themselves come too late, since the
+compiler calls ahead what an MMA's operands come from and nothing else. Of inputs that were rounded
+to the weight's eight bits, both go to the MMA as they are.
 
 How it is cut into programs: `rackmount_quant.kernels.stream_k`. How words hold values:
 `rackmount_registry.device.unpack`.
@@ -31,8 +33,6 @@ from rackmount_registry.device.unpack import (
 
 LINE: tl.constexpr = tl.constexpr(128)
 """Bytes that one prefetch brings."""
-SUMS_M: tl.constexpr = tl.constexpr(64)
-"""Up to so many tokens a tile scales multiply sums: two sets of more take too many registers."""
 OFFSET_M: tl.constexpr = tl.constexpr(16)
 """Up to so many, sums bear what is too much in four-bit values: the tokens are summed for it."""
 
@@ -45,6 +45,7 @@ def few_rows_kernel(
     words,
     scales,
     zeros,
+    ratios,
     bias,
     residual,
     out,
@@ -59,6 +60,7 @@ def few_rows_kernel(
     row_stride,
     block_stride,
     scale_stride,
+    ratio_stride,
     share,
     FORMAT: tl.constexpr,
     PLANES: tl.constexpr,
@@ -87,8 +89,7 @@ def few_rows_kernel(
     row_stride + block * block_stride + j. PLANES: see `planes`; there is a product for each.
 
     `scales` where GROUPED [rows / ROWS_PER_SCALE, columns / group], each for BLOCKS_PER_SCALE
-    blocks, with `zeros` alike or None; else [N], one a row. Since a row's lie side by side, the
-    first of some blocks waits for the memory, and the others find theirs in L1.
+    blocks, with `zeros` alike or None; else [N], one a row. `ratios`: `Packed.ratios`.
 
     M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
     there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many blocks are
@@ -100,9 +101,11 @@ def few_rows_kernel(
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
     OFFSET: tl.constexpr = PLANES and FORMAT == "int4" and BLOCK_M <= OFFSET_M
     W: tl.constexpr = BLOCK_K if ROUNDED else BLOCK_K // NUM // (BITS // 16)
-    SCALED_SUMS: tl.constexpr = GROUPED and (
-        PLANES or ROUNDED or (BLOCK_M <= SUMS_M and BLOCK_M <= BLOCK_K)
-    )
+    IN_UNITS: tl.constexpr = GROUPED and not ROUNDED
+    SCALED_SUMS: tl.constexpr = GROUPED and ROUNDED
+    # Of fewer elements than threads none are loaded ahead, so they are read twice; but a `split`
+    # would change the fragments of planes.
+    TWICE: tl.constexpr = BLOCK_N < 32 * WARPS and not PLANES
     blocks = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(0) * share
     last = tl.minimum(first + share, tl.cdiv(N, BLOCK_N) * blocks)
@@ -115,15 +118,19 @@ def few_rows_kernel(
                 words, tile, start, blocks, N, row_stride, block_stride, BLOCK_N, W, PREFETCH,
                 SILU_MUL,
             )  # fmt: skip
-        if GROUPED:
+        if SCALED_SUMS or zeros is not None:
             ends = tl.minimum(start + tl.arange(0, 2) * (share - 1), blocks - 1)
             called = tile_rows(tile, N, BLOCK_N, SILU_MUL) // ROWS_PER_SCALE * scale_stride
             called = called[:, None] + (ends // BLOCKS_PER_SCALE)[None, :]
-            prefetch(scales + called)
-            if zeros is not None:
+            if SCALED_SUMS:
+                prefetch(scales + called)
+            else:
                 prefetch(zeros + called)
-    if not GROUPED and ALIGNED:
-        row_scales = load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, 1, HALVES)
+    if ALIGNED and not SCALED_SUMS:
+        row_scales = _row_scales(
+            scales, tile, last - 1, blocks, N, scale_stride, BLOCK_N, SILU_MUL, BLOCKS_PER_SCALE,
+            ROWS_PER_SCALE, GROUPED, HALVES,
+        )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -142,24 +149,33 @@ def few_rows_kernel(
         block = flat - tile * blocks
         column = block * BLOCK_K
         rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
-        place = rows // ROWS_PER_SCALE * scale_stride + block // BLOCKS_PER_SCALE
-        if GROUPED and not SCALED_SUMS:  # on its way while the words are waited for
-            scale = tl.load(scales + place)
+        group = block // BLOCKS_PER_SCALE
+        if IN_UNITS:
+            of_rows = ratios + group.to(tl.int64) * ratio_stride + rows // ROWS_PER_SCALE
+            if TWICE:
+                ratio, _ = tl.load(tl.join(of_rows, of_rows)).split()
+            else:
+                ratio = tl.load(of_rows)
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
         if EVEN_K:
             packed = tl.load(at)
         else:
             first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
             packed = tl.load(at, mask=first_column < K, other=0.0)
+        if IN_UNITS:
+            if COMPILED and (TWICE or BLOCK_N >= 32 * WARPS):
+                packed = _along(packed, ratio)
+            if BLOCKS_PER_SCALE > 1:
+                ratio = tl.where(block % BLOCKS_PER_SCALE == 0, ratio, 1.0)
+            acc *= ratio[:, None]
         if zeros is None:
             zero = None
         elif OFFSET:
             zero = load_rows(
-                zeros + block // BLOCKS_PER_SCALE, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE,
-                scale_stride, HALVES,
-            ).to(tl.float32)  # fmt: skip
+                zeros + group, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, scale_stride, HALVES
+            ).to(tl.float32)
         else:
-            zero = tl.load(zeros + place).to(tl.float32)
+            zero = tl.load(zeros + rows // ROWS_PER_SCALE * scale_stride + group).to(tl.float32)
         dtype: tl.constexpr = x.dtype.element_ty
         part = tl.zeros((BLOCK_N, BLOCK_M), SUM) if SCALED_SUMS else acc
         if PLANES:
@@ -176,8 +192,6 @@ def few_rows_kernel(
                 values = unpack_int8(packed, zero, dtype, COMPILED)
             else:
                 values = unpack_fp8(packed, dtype, COMPILED)
-            if GROUPED and not SCALED_SUMS:
-                values *= scale.to(dtype)[:, None]
             tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part, out_dtype=SUM)
         if SCALED_SUMS:
@@ -190,9 +204,7 @@ def few_rows_kernel(
                 HALVES,
             )  # fmt: skip
             part *= sum_scale.to(tl.float32)[:, None]
-            if ROUNDED:
-                at = x_scales + block // BLOCKS_PER_SCALE * x_scale_stride
-                part *= tl.load(at + m, mask=m < M, other=0.0)[None, :]
+            part *= tl.load(x_scales + group * x_scale_stride + m, mask=m < M, other=0.0)[None, :]
             acc += part
             sum_scale = loaded
         elif PLANES or ROUNDED:
@@ -202,25 +214,56 @@ def few_rows_kernel(
         if not ALIGNED:  # noqa: SIM102  # two conditions: the first is of compilation
             if (flat + 1 == last) | (flat + 1 == (tile + 1) * blocks):
                 sums = acc.to(tl.float32)
-                if not GROUPED:
-                    sums *= load_rows(scales, tile, N, BLOCK_N, SILU_MUL, 1, 1, HALVES)[:, None]
+                if not SCALED_SUMS:
+                    sums *= _row_scales(
+                        scales, tile, flat, blocks, N, scale_stride, BLOCK_N, SILU_MUL,
+                        BLOCKS_PER_SCALE, ROWS_PER_SCALE, GROUPED, HALVES,
+                    )[:, None]  # fmt: skip
                     if ROUNDED:
                         sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
                 finish(
                     sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
-                    blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, COMPILED,
+                    blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, ALIGNED, COMPILED,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     if ALIGNED:
         sums = acc.to(tl.float32)
-        if not GROUPED:
+        if not SCALED_SUMS:
             sums *= row_scales[:, None]
             if ROUNDED:
                 sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
         finish(
             sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
-            blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, COMPILED,
+            blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, ALIGNED, COMPILED,
         )  # fmt: skip
+
+
+@triton.jit
+def _along(packed, ratio):
+    """The words as they are; but now an MMA's operands come from the ratios, too."""
+    nothing = tl.inline_asm_elementwise(
+        "and.b32 $0, $1, 0;",
+        "=r,r",
+        [ratio.to(tl.int32, bitcast=True)],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    return packed ^ nothing.to(packed.dtype)[:, None]
+
+
+@triton.jit
+def _row_scales(
+    scales, tile, flat, blocks, N, scale_stride, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr,
+    BLOCKS_PER_SCALE: tl.constexpr, ROWS_PER_SCALE: tl.constexpr, GROUPED: tl.constexpr,
+    HALVES: tl.constexpr,
+):  # fmt: skip
+    """What sums of which block `flat` is the last are multiplied with, float32 [BLOCK_N]."""
+    at, stride = scales, 1
+    if GROUPED:
+        at, stride = scales + (flat - tile * blocks) // BLOCKS_PER_SCALE, scale_stride
+    row_scales = load_rows(at, tile, N, BLOCK_N, SILU_MUL, ROWS_PER_SCALE, stride, HALVES)
+    return row_scales.to(tl.float32)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from rackmount_registry.formats import Rounded, Weight
 
 SIZES = (
     *("N", "K", "x_stride", "x_scale_stride", "residual_stride"),
-    *("row_stride", "block_stride", "scale_stride"),
+    *("row_stride", "block_stride", "scale_stride", "ratio_stride"),
 )
 """Arguments of which a compiled kernel knows no more than whether they are 1 or multiples of 16."""
 
@@ -279,6 +279,8 @@ def _of_few_rows(
     seen = values.dtype if x_scales is not None else torch.int16 if planes else torch.int32
     arguments = {
         **_of_weight(packed, tiling.block_k, seen),
+        "ratios": None if x_scales is not None else packed.ratios,
+        "ratio_stride": 0 if packed.ratios is None else packed.ratios.stride(0),
         "x_scales": x_scales,
         "partials": partials,
         "arrivals": prepared.arrivals,

@@ -12,6 +12,8 @@ from rackmount_registry.formats import BLOCK, Weight, unpack_int4
 
 PANELS = (128, 64, 32)
 """Columns of a panel of 4-bit words, widest first: what the kernel reads of a row at a time."""
+MOST_SPREAD = 2.0**64
+"""A row's largest scale over its smallest is less; that of float16's is 2^40 at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,10 @@ class Packed:
     group: int
     """Columns that share a scale; 0: all of them."""
     rows_per_scale: int = 1
+    ratios: Tensor | None = None
+    """Of columns in groups float32 [groups, rows / rows_per_scale]: a group's scale times this is
+    that of the group before; 1 for the first. None where sums in one group's units could overflow
+    in another's."""
 
     @property
     def per_word(self) -> int:
@@ -82,6 +88,7 @@ def pack_groups(weight: Weight) -> Packed:
         n=weight.out_features,
         k=k,
         group=group,
+        ratios=_ratios(scales) if group else None,
     )
 
 
@@ -121,7 +128,17 @@ def pack_blocks(weight: Weight) -> Packed:
         k=weight.in_features,
         group=BLOCK,
         rows_per_scale=BLOCK if whole else 1,
+        ratios=_ratios(scales),
     )
+
+
+def _ratios(scales: Tensor) -> Tensor | None:
+    """`Packed.ratios` of scales [rows, groups]."""
+    wide = scales.double().t()
+    sizes = wide.abs()
+    if not (sizes.amax(0) < MOST_SPREAD * sizes.amin(0)).all():
+        return None
+    return torch.cat([torch.ones_like(wide[:1]), wide[:-1] / wide[1:]]).float()
 
 
 def _bytes(values: Tensor) -> Tensor:

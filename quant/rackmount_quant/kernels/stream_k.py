@@ -3,8 +3,11 @@
 The weight's rows are the M side of the MMA and the tokens its N side: eight tokens are enough to
 fill an instruction. Tiles of BLOCK_N weight rows are cut into blocks of BLOCK_K columns, numbered
 tile by tile, and program p sums the blocks [p * share, (p + 1) * share), wherever tiles begin
-(stream-K, arXiv 2301.03598). Sums of a tile that several programs share go through memory; the
-program that comes last adds them, always in the same order.
+(stream-K, arXiv 2301.03598). Sums of a tile that several programs share go through memory, and are
+added up always in the same order: by the program that comes last, or by all that share the tile,
+each for some tokens, once the last has come. Programs that wait for others rely on all GPUs' habit
+of starting programs by their numbers: of those that share a tile either all have started, or they
+are the next to start.
 
 These are the parts that do not depend on how the weight is stored. N: the weight's rows. SILU_MUL:
 a tile is half gate rows and half the up rows that belong to them. COMPILED: not interpreted, there
@@ -14,8 +17,10 @@ is inline assembly.
 import triton
 import triton.language as tl
 
-UNROLLED_M: tl.constexpr = tl.constexpr(16)
-"""Up to so many tokens a tile its parts are read at once; more would take too many registers."""
+SMALL_M: tl.constexpr = tl.constexpr(8)
+"""Up to so many tokens a tile whoever comes last reads its parts at once; more take too long."""
+READ_AT_ONCE: tl.constexpr = tl.constexpr(1 << 15)
+"""So many sums are: more take too many registers."""
 
 
 @triton.jit
@@ -86,16 +91,18 @@ def finish(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
     SILU_MUL: tl.constexpr,
+    ALIGNED: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
-    """Writes a tile that is complete, or its part; who completes it adds the parts and writes.
+    """Writes a tile that is complete, or its part; then the parts are added and written.
 
     PARTS: at most so many programs share a tile; `partials` float32 [programs, 2, BLOCK_M, BLOCK_N]
     has the sums of a program's first tile and of its last one, where it shares them, and `arrivals`
-    int32 [tiles] counts who is done: zeros before and after.
+    int32 [tiles] counts who is done: zeros before and after. ALIGNED: no program has parts of two
+    tiles, so that programs may wait for each other.
     """
     if PARTS == 1:
-        write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+        write(acc, bias, residual, out, M, N, residual_stride, tile, 0, BLOCK_N, SILU_MUL)
     else:
         start = tile * blocks
         begin, end = start // share, (start + blocks - 1) // share
@@ -108,26 +115,66 @@ def finish(
             tl.store(partials + slot * BLOCK_M * BLOCK_N + inner, acc, mask=m < M)
             if COMPILED:
                 barrier()
-            complete = tl.atomic_add(arrivals + tile, 1, sem="acq_rel") == end - begin
-            if complete:
-                acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-                if BLOCK_M <= UNROLLED_M:
-                    for part in tl.static_range(PARTS):
-                        acc += _part(partials, inner, begin + part, end, start, share, m < M)
-                else:
-                    for program in tl.range(begin, end + 1, num_stages=1):
-                        acc += _part(partials, inner, program, end, start, share, m < M)
-                tl.store(arrivals + tile, 0)
+            count = end - begin + 1
+            place = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
+            if ALIGNED and BLOCK_M > SMALL_M:
+                PIECE: tl.constexpr = max(1, BLOCK_M // PARTS)
+                if COMPILED:
+                    piece, step = program - begin, count
+                    while place < count:
+                        place = tl.atomic_add(arrivals + tile, 0, sem="acquire")
+                else:  # programs run one by one: the last adds up all
+                    piece, step = tl.where(place == count - 1, 0, BLOCK_M // PIECE), 1
+                for each in tl.range(piece, BLOCK_M // PIECE, step, num_stages=1):
+                    sums = _add_parts(
+                        partials, each * PIECE, begin, end, start, share, M, BLOCK_M, PIECE,
+                        BLOCK_N, PARTS,
+                    )  # fmt: skip
+                    write(
+                        sums, bias, residual, out, M, N, residual_stride, tile, each * PIECE,
+                        BLOCK_N, SILU_MUL,
+                    )  # fmt: skip
+                if COMPILED:
+                    left = tl.atomic_add(arrivals + tile, 1, sem="relaxed")
+                    if left == 2 * count - 1:
+                        tl.store(arrivals + tile, 0)
+                elif place == count - 1:
+                    tl.store(arrivals + tile, 0)
+            else:
+                complete = place == count - 1
+                if complete:
+                    acc = _add_parts(
+                        partials, 0, begin, end, start, share, M, BLOCK_M, BLOCK_M, BLOCK_N, PARTS
+                    )
+                    tl.store(arrivals + tile, 0)
         if complete:
-            write(acc, bias, residual, out, M, N, residual_stride, tile, BLOCK_M, BLOCK_N, SILU_MUL)
+            write(acc, bias, residual, out, M, N, residual_stride, tile, 0, BLOCK_N, SILU_MUL)
 
 
 @triton.jit
-def _part(partials, inner, program, end, start, share, mask):
+def _add_parts(
+    partials, first, begin, end, start, share, M, BLOCK_M: tl.constexpr, PIECE: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sums [BLOCK_N, PIECE] of the tile that begins at block `start`, from token `first` on, by the
+    programs from `begin` to `end`."""
+    m = first + tl.arange(0, PIECE)[None, :]
+    inner = m * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    acc = tl.zeros((BLOCK_N, PIECE), tl.float32)
+    if BLOCK_N * PIECE * PARTS <= READ_AT_ONCE:
+        for part in tl.static_range(PARTS):
+            acc += _part(partials, inner, begin + part, end, start, share, BLOCK_M * BLOCK_N, m < M)
+    else:
+        for program in tl.range(begin, end + 1, num_stages=1):
+            acc += _part(partials, inner, program, end, start, share, BLOCK_M * BLOCK_N, m < M)
+    return acc
+
+
+@triton.jit
+def _part(partials, inner, program, end, start, share, SIZE: tl.constexpr, mask):
     """A program's sums of the tile that begins at block `start`; zeros for programs past `end`."""
     slot = 2 * program + (program * share < start)
-    size: tl.constexpr = inner.shape[0] * inner.shape[1]
-    at = partials + slot * size + inner
+    at = partials + slot * SIZE + inner
     return tl.load(at, mask=mask & (program <= end), other=0.0, cache_modifier=".cg")
 
 
@@ -141,12 +188,14 @@ def write(
     N,
     residual_stride,
     tile,
-    BLOCK_M: tl.constexpr,
+    first,
     BLOCK_N: tl.constexpr,
     SILU_MUL: tl.constexpr,
 ):
-    """The epilogue of a tile: bias, silu(gate) * up, residual; rounded once."""
-    m = tl.arange(0, BLOCK_M)[None, :]
+    """The epilogue of a tile's tokens from `first` on: bias, silu(gate) * up, residual; rounded
+    once."""
+    BLOCK_M: tl.constexpr = acc.shape[1]
+    m = first + tl.arange(0, BLOCK_M)[None, :]
     if SILU_MUL:
         columns = N // 2
         n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]

@@ -120,10 +120,12 @@ def bucket_of(rows: int) -> int:
 
 def block_k_of(packed: Packed) -> int | None:
     """Columns of a block of this weight, so that a block lies in one group; None: there are no
-    such blocks."""
+    such blocks, or no units for the sums."""
     columns = packed.panel or 128
     if not packed.group:
         return columns
+    if packed.ratios is None:
+        return None
     return next(
         (
             each
