@@ -181,7 +181,7 @@ class Bench:
 
 
 def bytes_of(prepared: Prepared) -> int:
-    """Of values, scales and zeros."""
+    """Of values, scales and zeros, as the format has them."""
     packed = prepared.packed
     tensors = (packed.words, packed.scales, packed.zeros)
     return sum(each.nbytes for each in tensors if each is not None)

@@ -141,6 +141,19 @@ def test_every_tiling_gives_the_product(tiling: Tiling, name: str, epilogue: str
         assert error(epilogue, rows, weight, made, torch.bfloat16) < 4e-3
 
 
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize(
+    ("rows", "columns", "group"),
+    [(40, 896, 128), (64, 384, 128), (12, 1024, 32), (33, 4096, 128)],
+    ids=["7 parts", "3 parts", "more parts than tokens", "32 parts"],
+)
+def test_all_who_share_a_tile_add_it_up(rows: int, columns: int, group: int, epilogue: str) -> None:
+    weight = int_groups(4, 4096, columns, group, device="cuda")
+    made = prepare(weight, replace(FLAT, share=1))
+    for _ in range(5):
+        assert error(epilogue, rows, weight, made, torch.bfloat16) < 4e-3
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tiling", "large"),

@@ -25,7 +25,7 @@ WEIGHTS: dict[str, Callable[[], Weight]] = {
     "int4, groups of 32": lambda: int_groups(4, 40, 96, 32),
     "int4, groups of 64, cut off": lambda: int_groups(4, 40, 152, 64, zeros=True),
     "int4, groups of 128": lambda: int_groups(4, 24, 256, 128),
-    "int4, groups of 256, cut off": lambda: int_groups(4, 24, 400, 256, zeros=True),
+    "int4, groups of 256, cut off": lambda: int_groups(4, 150, 900, 256, zeros=True),
     "int4, a scale a row": lambda: int_groups(4, 36, 200, 200),
     "int4, a scale and a zero a row": lambda: int_groups(4, 36, 200, 200, zeros=True),
     "int4, act-order": lambda: int_groups(4, 40, 128, 32, zeros=True, padding=5),
@@ -136,10 +136,10 @@ def test_a_large_input_leaves_the_others_their_digits() -> None:
 def test_scales_of_any_size_are_what_they_are(exponent: int) -> None:
     """Sums change their units from group to group, as far as float32 reaches, and signs."""
     weight = int_groups(4, 40, 256, 32)
-    spread = torch.tensor(
-        [1.0, -1.0, 2.0**-exponent, 1.0, 2.0**-exponent, -3.0, 0.5, 2.0**-exponent]
-    )
+    small = 2.0**-exponent
+    spread = torch.tensor([1.0, -1.0, small, 1.0, small, -3.0, 0.5, small])
     scales = weight.tensors["scales"].float() * spread
+    scales[7] = 2.0**-100  # rows are apart as far as they like
     weight = replace(weight, tensors=weight.tensors | {"scales": scales})
     made = prepare(weight, 3)
     assert (made[1].tiling("none", 3) is None) == (exponent == 100)
@@ -147,9 +147,21 @@ def test_scales_of_any_size_are_what_they_are(exponent: int) -> None:
 
 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
-@pytest.mark.parametrize(("rows", "share"), [(17, 2), (33, 4), (64, 1)])
-def test_tiles_of_many_tokens_are_added_up_by_pieces(rows: int, share: int, epilogue: str) -> None:
-    weight = int_groups(4, 136, 1024, 128)
+@pytest.mark.parametrize(
+    ("rows", "columns", "group", "share"),
+    [
+        (17, 1024, 128, 2),
+        (33, 1024, 128, 4),
+        (40, 896, 128, 1),
+        (64, 384, 128, 1),
+        (12, 1024, 32, 1),
+    ],
+    ids=["4 parts", "2 parts", "7 parts", "3 parts", "more parts than tokens"],
+)
+def test_tiles_of_many_tokens_are_added_up_by_pieces(
+    rows: int, columns: int, group: int, share: int, epilogue: str
+) -> None:
+    weight = int_groups(4, 136, columns, group)
     hold(epilogue, draw(rows, weight), weight, prepare(weight, share, 64))
 
 
@@ -188,11 +200,12 @@ def test_no_tokens_and_too_many_are_products_too(share: int | None, epilogue: st
 
 
 @pytest.mark.parametrize("share", [3, 4])
-def test_a_row_does_not_depend_on_the_other_rows(share: int) -> None:
+@pytest.mark.parametrize("rows", [5, 12, 70])
+def test_a_row_does_not_depend_on_the_other_rows(rows: int, share: int) -> None:
     weight = int_groups(4, 40, 128, 32, zeros=True)
-    (kernel, prepared), x = prepare(weight, share), draw(5, weight)
+    (kernel, prepared), x = prepare(weight, share), draw(rows, weight)
     out = kernel.run(x, prepared, None)
-    x[[0, 1, 3, 4]] = torch.nan
+    x[[0, 1, *range(3, rows)]] = torch.nan
     assert torch.equal(kernel.run(x, prepared, None)[2], out[2])
 
 

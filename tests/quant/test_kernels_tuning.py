@@ -24,7 +24,6 @@ def packed(form: str, n: int, k: int, group: int, panel: int = 128) -> Packed:
         words=torch.empty(shape, dtype=torch.int32, device="meta"),
         scales=torch.empty(0),
         zeros=None,
-        ratios=torch.empty(0),
         order=None,
         n=n,
         k=k,
@@ -52,6 +51,14 @@ def test_the_rule_gives_tilings_that_run(
         assert tiling.share > 0 and 1 <= tiling.parts(k) <= MAX_PARTS
         assert tiling.block_n >= tuning.MIN_BLOCK_N and (group or 128) % tiling.block_k == 0
         assert weight.panel in (None, tiling.block_k)
+
+
+@given(k=st.integers(1, 60_000), share=st.integers(1, 500), num_sms=st.integers(1, 160))
+def test_programs_wait_for_no_more_than_can_run_at_once(k: int, share: int, num_sms: int) -> None:
+    tiling = Tiling(64, 128, share, 4, 4, 0, None)
+    assert not tiling.waits(k, 8, num_sms)
+    if tiling.waits(k, 64, num_sms):
+        assert -(-k // 128) % share == 0 and -(-k // 128) // share <= num_sms
 
 
 def test_groups_that_no_block_fits_in_have_no_tiling() -> None:

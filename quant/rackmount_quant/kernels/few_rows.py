@@ -73,6 +73,7 @@ def few_rows_kernel(
     HALVES: tl.constexpr,
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    WAITS: tl.constexpr,
     EVEN_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -89,19 +90,19 @@ def few_rows_kernel(
     row_stride + block * block_stride + j. PLANES: see `planes`; there is a product for each.
 
     `scales` where GROUPED [rows / ROWS_PER_SCALE, columns / group], each for BLOCKS_PER_SCALE
-    blocks, with `zeros` alike or None; else [N], one a row. `ratios`: `Packed.ratios`.
+    blocks, with `zeros` alike or None; else [N], one a row. `ratios`: `Packed.ratios`, or None.
 
-    M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, `partials`, `arrivals`: `finish`
-    there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many blocks are
-    called into L2 before x may be read; so are the first and the last of a program's scales and
-    zeros in each row. WARPS: of a program.
+    M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, WAITS, `partials`, `arrivals`:
+    `finish` there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many
+    blocks are called into L2 before x may be read; so are the first and the last of a program's
+    zeros in each row, or of its scales where x is rounded. WARPS: of a program.
     """
     ROUNDED: tl.constexpr = x_scales is not None
     BITS: tl.constexpr = words.dtype.element_ty.primitive_bitwidth
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2  # values of a half word
     OFFSET: tl.constexpr = PLANES and FORMAT == "int4" and BLOCK_M <= OFFSET_M
     W: tl.constexpr = BLOCK_K if ROUNDED else BLOCK_K // NUM // (BITS // 16)
-    IN_UNITS: tl.constexpr = GROUPED and not ROUNDED
+    IN_UNITS: tl.constexpr = ratios is not None
     SCALED_SUMS: tl.constexpr = GROUPED and ROUNDED
     # Of fewer elements than threads none are loaded ahead, so they are read twice; but a `split`
     # would change the fragments of planes.
@@ -153,7 +154,7 @@ def few_rows_kernel(
         if IN_UNITS:
             of_rows = ratios + group.to(tl.int64) * ratio_stride + rows // ROWS_PER_SCALE
             if TWICE:
-                ratio, _ = tl.load(tl.join(of_rows, of_rows)).split()
+                ratio, _ = tl.load(tl.broadcast_to(of_rows[:, None], (BLOCK_N, 2))).split()
             else:
                 ratio = tl.load(of_rows)
         at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
@@ -223,7 +224,7 @@ def few_rows_kernel(
                         sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
                 finish(
                     sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
-                    blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, ALIGNED, COMPILED,
+                    blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, WAITS, WARPS, COMPILED,
                 )  # fmt: skip
                 acc = tl.zeros((BLOCK_N, BLOCK_M), SUM)
     if ALIGNED:
@@ -234,7 +235,7 @@ def few_rows_kernel(
                 sums *= tl.load(x_scales + m, mask=m < M, other=0.0)[None, :]
         finish(
             sums, bias, residual, out, partials, arrivals, M, N, residual_stride, tile,
-            blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, ALIGNED, COMPILED,
+            blocks, share, BLOCK_M, BLOCK_N, PARTS, SILU_MUL, WAITS, WARPS, COMPILED,
         )  # fmt: skip
 
 

@@ -54,11 +54,10 @@ class Prepared:
 class QuantizedLinear:
     """y = x W^T for a quantized weight and x in bfloat16 or float16.
 
-    Up to 64 rows are multiplied with the weight as it is stored, up to the rounding of float32
-    sums: up to 16 may meet values in four bits that are 16 larger, and one row values that are 256
-    larger, in eight bits 384. Above, a group's scale rounds values to 16 bits. Subclasses pack the
-    weight, and may multiply many rows in another way than with the dequantized matrix, which is
-    rounded to 16 bits.
+    Few rows are multiplied with the weight as it is stored, up to the rounding of float32 sums: up
+    to 16 may meet values in four bits that are 16 larger, and one row values that are 256 larger,
+    in eight bits 384. Subclasses pack the weight, and may multiply many rows in another way than
+    with the dequantized matrix, which is rounded to 16 bits.
     """
 
     def __init__(self, choose: Choose = tuning.choose) -> None:
@@ -270,6 +269,7 @@ def _of_few_rows(
     programs = triton.cdiv(triton.cdiv(n, tiling.block_n) * blocks, tiling.share)
     parts = tiling.parts(k)
     assert parts <= tuning.MAX_PARTS and (packed.group or tiling.block_k) % tiling.block_k == 0
+    assert packed.ratios is not None or packed.scales.dim() == 1 or packed.scales.shape[1] == 1
     partials = None
     if parts > 1:
         size = (programs, 2, block_m, tiling.block_n)
@@ -279,7 +279,7 @@ def _of_few_rows(
     seen = values.dtype if x_scales is not None else torch.int16 if planes else torch.int32
     arguments = {
         **_of_weight(packed, tiling.block_k, seen),
-        "ratios": None if x_scales is not None else packed.ratios,
+        "ratios": packed.ratios if x_scales is None else None,
         "ratio_stride": 0 if packed.ratios is None else packed.ratios.stride(0),
         "x_scales": x_scales,
         "partials": partials,
@@ -296,6 +296,7 @@ def _of_few_rows(
         "HALVES": tiling.block_n >= 32 * tiling.warps,
         "PARTS": triton.next_power_of_2(parts),
         "ALIGNED": tiling.aligned(k),
+        "WAITS": tiling.waits(k, block_m, num_sms_of(packed.words.device)),
         "EVEN_K": k % tiling.block_k == 0,
         "PREFETCH": tiling.prefetch,
         "WARPS": tiling.warps,
@@ -304,6 +305,13 @@ def _of_few_rows(
     if tiling.registers is not None:
         arguments["maxnreg"] = tiling.registers
     return few_rows_kernel, (programs,), arguments
+
+
+def num_sms_of(device: torch.device) -> int:
+    """Multiprocessors; of what is no GPU as many as any tiling wants."""
+    if device.type != "cuda":
+        return tuning.MAX_PARTS
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _of_weight(packed: Packed, block_k: int, seen: torch.dtype) -> dict[str, Any]:

@@ -5,9 +5,9 @@ fill an instruction. Tiles of BLOCK_N weight rows are cut into blocks of BLOCK_K
 tile by tile, and program p sums the blocks [p * share, (p + 1) * share), wherever tiles begin
 (stream-K, arXiv 2301.03598). Sums of a tile that several programs share go through memory, and are
 added up always in the same order: by the program that comes last, or by all that share the tile,
-each for some tokens, once the last has come. Programs that wait for others rely on all GPUs' habit
-of starting programs by their numbers: of those that share a tile either all have started, or they
-are the next to start.
+each for some tokens, once the last has come. Those that wait rely on all GPUs' habit of starting
+programs by their numbers: then all but those of one tile wait for programs that have started, and
+these are no more than the GPU has multiprocessors (`tuning.Tiling.waits`).
 
 These are the parts that do not depend on how the weight is stored. N: the weight's rows. SILU_MUL:
 a tile is half gate rows and half the up rows that belong to them. COMPILED: not interpreted, there
@@ -17,10 +17,8 @@ is inline assembly.
 import triton
 import triton.language as tl
 
-SMALL_M: tl.constexpr = tl.constexpr(8)
-"""Up to so many tokens a tile whoever comes last reads its parts at once; more take too long."""
-READ_AT_ONCE: tl.constexpr = tl.constexpr(1 << 15)
-"""So many sums are: more take too many registers."""
+READ_AT_ONCE: tl.constexpr = tl.constexpr(128)
+"""Sums of parts that a thread reads before it adds them; more take too many registers."""
 
 
 @triton.jit
@@ -91,15 +89,16 @@ def finish(
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
     SILU_MUL: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    WAITS: tl.constexpr,
+    WARPS: tl.constexpr,
     COMPILED: tl.constexpr,
 ):
     """Writes a tile that is complete, or its part; then the parts are added and written.
 
     PARTS: at most so many programs share a tile; `partials` float32 [programs, 2, BLOCK_M, BLOCK_N]
     has the sums of a program's first tile and of its last one, where it shares them, and `arrivals`
-    int32 [tiles] counts who is done: zeros before and after. ALIGNED: no program has parts of two
-    tiles, so that programs may wait for each other.
+    int32 [tiles] counts who is done: zeros before and after. WAITS: all programs of a tile add up
+    some of its tokens, else the last one adds up all.
     """
     if PARTS == 1:
         write(acc, bias, residual, out, M, N, residual_stride, tile, 0, BLOCK_N, SILU_MUL)
@@ -117,18 +116,19 @@ def finish(
                 barrier()
             count = end - begin + 1
             place = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
-            if ALIGNED and BLOCK_M > SMALL_M:
+            if WAITS:
                 PIECE: tl.constexpr = max(1, BLOCK_M // PARTS)
+                pieces = tl.cdiv(M, PIECE)
                 if COMPILED:
                     piece, step = program - begin, count
                     while place < count:
                         place = tl.atomic_add(arrivals + tile, 0, sem="acquire")
                 else:  # programs run one by one: the last adds up all
-                    piece, step = tl.where(place == count - 1, 0, BLOCK_M // PIECE), 1
-                for each in tl.range(piece, BLOCK_M // PIECE, step, num_stages=1):
+                    piece, step = tl.where(place == count - 1, 0, pieces), 1
+                for each in tl.range(piece, pieces, step, num_stages=1):
                     sums = _add_parts(
                         partials, each * PIECE, begin, end, start, share, M, BLOCK_M, PIECE,
-                        BLOCK_N, PARTS,
+                        BLOCK_N, PARTS, WARPS,
                     )  # fmt: skip
                     write(
                         sums, bias, residual, out, M, N, residual_stride, tile, each * PIECE,
@@ -144,8 +144,9 @@ def finish(
                 complete = place == count - 1
                 if complete:
                     acc = _add_parts(
-                        partials, 0, begin, end, start, share, M, BLOCK_M, BLOCK_M, BLOCK_N, PARTS
-                    )
+                        partials, 0, begin, end, start, share, M, BLOCK_M, BLOCK_M, BLOCK_N, PARTS,
+                        WARPS,
+                    )  # fmt: skip
                     tl.store(arrivals + tile, 0)
         if complete:
             write(acc, bias, residual, out, M, N, residual_stride, tile, 0, BLOCK_N, SILU_MUL)
@@ -154,14 +155,14 @@ def finish(
 @triton.jit
 def _add_parts(
     partials, first, begin, end, start, share, M, BLOCK_M: tl.constexpr, PIECE: tl.constexpr,
-    BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK_N: tl.constexpr, PARTS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Sums [BLOCK_N, PIECE] of the tile that begins at block `start`, from token `first` on, by the
     programs from `begin` to `end`."""
     m = first + tl.arange(0, PIECE)[None, :]
     inner = m * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     acc = tl.zeros((BLOCK_N, PIECE), tl.float32)
-    if BLOCK_N * PIECE * PARTS <= READ_AT_ONCE:
+    if BLOCK_N * PIECE * PARTS <= READ_AT_ONCE * 32 * WARPS:
         for part in tl.static_range(PARTS):
             acc += _part(partials, inner, begin + part, end, start, share, BLOCK_M * BLOCK_N, m < M)
     else:

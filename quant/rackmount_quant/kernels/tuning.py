@@ -41,6 +41,8 @@ RULED: Mapping[int, tuple[int, int, int | None, int]] = {
 of an SM allow. For shapes that were not timed it is a guess."""
 MIN_BLOCK_N = 32
 MMA_COLUMNS = 16
+LAST_ADDS_M = 8
+"""Up to so many tokens a tile the program that comes last adds up its parts."""
 MAX_PARTS = 32
 """Programs that may share a tile: the kernel is unrolled over them."""
 
@@ -74,6 +76,11 @@ class Tiling:
     def aligned(self, k: int) -> bool:
         """Whether no program has blocks of two tiles."""
         return -(-k // self.block_k) % self.share == 0
+
+    def waits(self, k: int, block_m: int, num_sms: int) -> bool:
+        """Whether programs that share a tile wait for each other: of few tokens it is faster that
+        one adds up all; and all of them must be able to run at once."""
+        return block_m > LAST_ADDS_M and self.aligned(k) and self.parts(k) <= num_sms
 
     def planes(self, packed: Packed, block_m: int) -> bool:
         """Whether there is a product for each plane of words: where Triton makes them by mma.sync,
@@ -120,12 +127,12 @@ def bucket_of(rows: int) -> int:
 
 def block_k_of(packed: Packed) -> int | None:
     """Columns of a block of this weight, so that a block lies in one group; None: there are no
-    such blocks, or no units for the sums."""
+    such blocks, or their sums could overflow."""
     columns = packed.panel or 128
+    if packed.far:
+        return None
     if not packed.group:
         return columns
-    if packed.ratios is None:
-        return None
     return next(
         (
             each
