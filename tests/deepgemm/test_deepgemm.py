@@ -67,7 +67,10 @@ class FakeDeepGemm(ModuleType):
         self.calls.append("masked")
         assert masked_m.dtype == torch.int32 and expected_m >= 1
         d.fill_(torch.nan)
-        for expert, count in enumerate(masked_m.tolist()):
+        rows, box = d.view(-1, d.shape[2]), d.shape[1]
+        for expert, count in reversed(list(enumerate(masked_m.tolist()))):
+            # Whole tiles are written, over what follows.
+            rows[expert * box :][: -(-count // ALIGNMENT) * ALIGNMENT] = torch.nan
             x = widened((a[0][expert], a[1][expert]), 1)[:count]
             d[expert, :count] = x @ widened((b[0][expert], b[1][expert]), 128).T
 
@@ -154,7 +157,7 @@ def inputs(count: int, top_k: int, ids: Tensor | None, random: torch.Generator) 
 
 @pytest.mark.parametrize(
     ("most_tokens", "most_rows"),
-    [(6, 6 * EXPERTS), (0, 1000), (1000, EXPERTS - 1)],
+    [(6, ALIGNMENT * EXPERTS), (0, 1000), (1000, ALIGNMENT * EXPERTS - 1)],
     ids=["boxed", "too many tokens", "too many rows"],
 )
 @pytest.mark.parametrize("count", [0, 1, 6])

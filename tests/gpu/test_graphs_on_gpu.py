@@ -32,6 +32,9 @@ from rackmount.scheduling.plan import StepPlan
 pytestmark = pytest.mark.gpu
 
 SIZES = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+TIE = 0.06
+"""Log-probabilities that lie so close may change places by rounding: those of logits from 4 to 8,
+which lie 1/32 apart in bfloat16."""
 
 BACKENDS = [
     offer.name
@@ -179,17 +182,26 @@ def answer_of(output: RequestOutput) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_preemption_and_steps_in_flight_change_nothing(folder: Path, backend: str) -> None:
+    """Until two tokens are equal but for rounding: what a preempted request had decoded, a prefill
+    computes anew, which backends leave to another kernel."""
     prompts = rows(20, 24, 22, 18, 25)
     found = []
     for blocks, ahead in ((64, False), (11, True)):
         with engine_of(
             folder, backend=backend, block_size=16, num_kv_blocks=blocks, async_scheduling=ahead
         ) as engine:
-            found.append(tokens_of(engine, prompts, greedy(30)))
+            outputs = engine.generate(prompts, greedy(30, logprobs=5))
+            found.append([each.outputs[0] for each in outputs])
             preemptions = engine.stats.total_preemptions
             assert_idle(engine)
     assert preemptions > 0
-    assert found[0] == found[1]
+    equal = [calm.token_ids == hurried.token_ids for calm, hurried in zip(*found, strict=True)]
+    assert sum(equal) >= len(prompts) - 1
+    for calm, hurried in zip(*found, strict=True):
+        for token_id, entry in zip(hurried.token_ids, calm.logprobs, strict=True):
+            if token_id != entry.token_id:
+                assert entry.logprob - entry.top.get(token_id, -torch.inf) < TIE
+                break
 
 
 def test_memory_is_what_was_asked_for(folder: Path) -> None:

@@ -1,9 +1,10 @@
 """Expert kernel "deepgemm": both products over all experts in one launch each.
 
-Few tokens lie in a box of as many rows for every expert, of which DeepGEMM's masked kernels compute
-those that are taken. Many lie one expert after another, each on rows that begin at a multiple of
-what its contiguous kernels ask for. Where a row comes from is worked out on the device, in shapes
-that follow from the number of tokens alone.
+Few tokens lie in a box of rows for every expert, of which DeepGEMM's masked kernels compute those
+that are taken. Many lie one expert after another. Boxes and experts begin at multiples of what its
+contiguous kernels ask for: the masked ones write whole tiles, too, past the rows that are taken.
+Where a row comes from is worked out on the device, in shapes that follow from the number of tokens
+alone.
 """
 
 from dataclasses import dataclass
@@ -74,11 +75,13 @@ class DeepGemmExperts:
         x, ids = given.x, given.expert_ids
         if not ids.numel():
             return torch.zeros_like(x)
-        num_experts = prepared.num_experts
+        num_experts, alignment = prepared.num_experts, _alignment()
+        box = -(-len(x) // alignment) * alignment
+        few = len(x) <= MAX_BOXED_TOKENS and num_experts * box <= MAX_BOXED_ROWS
         rows = (
-            boxed_rows(ids, num_experts)
-            if len(x) <= MAX_BOXED_TOKENS and num_experts * len(x) <= MAX_BOXED_ROWS
-            else contiguous_rows(ids, num_experts, _alignment())
+            boxed_rows(ids, num_experts, box)
+            if few
+            else contiguous_rows(ids, num_experts, alignment)
         )
         gate_up = self._product(round_groups(x, rows.token), prepared.gate_up, rows, x.dtype)
         act = round_groups(gate_up, rows.taken(), silu_mul=True)
@@ -108,10 +111,9 @@ def _alignment() -> int:
     return int(deep_gemm.get_mk_alignment_for_contiguous_layout())
 
 
-def boxed_rows(ids: Tensor, num_experts: int) -> Rows:
-    """T rows for every expert. ids int32 [T, K], -1 for none."""
+def boxed_rows(ids: Tensor, num_experts: int, box: int) -> Rows:
+    """`box` rows, at least T, for every expert. ids int32 [T, K], -1 for none."""
     expert, place, counts = _places(ids, num_experts)
-    box = len(ids)
     count = num_experts * box
     of_choice, token = _rows(ids, expert * box + place, count)
     return Rows(count=count, of_choice=of_choice, token=token, boxed=True, experts=counts)
