@@ -45,7 +45,7 @@ def test_experts_are_close_to_the_definition(count: int) -> None:
     out = kernel.run(given, kernel.prepare(bundle)).float()
     expected = TorchExperts().run(given, bundle).float()
     error = (out - expected).norm() / expected.norm().clamp(min=1e-9)
-    assert out.shape == expected.shape and error < 0.05
+    assert out.shape == expected.shape and error < 0.07  # both inputs are rounded to FP8
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 300])

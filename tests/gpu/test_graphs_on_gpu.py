@@ -32,9 +32,9 @@ from rackmount.scheduling.plan import StepPlan
 pytestmark = pytest.mark.gpu
 
 SIZES = {"head_dim": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
-TIE = 0.06
-"""Log-probabilities that lie so close may change places by rounding: those of logits from 4 to 8,
-which lie 1/32 apart in bfloat16."""
+TIE = 0.07
+"""Log-probabilities that lie so close may change places by rounding: each of two logits from 4 to 8
+is off by 1/32 in bfloat16."""
 
 BACKENDS = [
     offer.name

@@ -173,7 +173,8 @@ def test_a_large_input_leaves_the_others_their_digits(
     kernel, prepared = prepare(weight, tiling)
     exact = x.double() @ weight.dequantize().double().T
     found = (kernel.run(x, prepared, None).double() - exact).abs().max() / exact.abs().max()
-    assert found < (4e-3 if dtype == torch.bfloat16 else 5e-4)
+    # What rounding the largest result alone may cost, and some to spare.
+    assert found < (4e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
