@@ -8,12 +8,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Protocol, get_args
 
-import numpy as np
-
 from rackmount_registry.descriptors import GrammarForm
 from rackmount_registry.errors import ConfigError
 
 if TYPE_CHECKING:
+    import numpy as np
     from transformers import PreTrainedTokenizerBase
 
 FORMS: tuple[GrammarForm, ...] = get_args(GrammarForm)
@@ -95,7 +94,7 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Takes the next token. False, with nothing changed, where it may not come here."""
 
-    def fill_bitmask(self, bitmask: np.ndarray) -> None:
+    def fill_bitmask(self, bitmask: "np.ndarray") -> None:
         """Writes which tokens may come next, into int32 [ceil(V / 32)]: token i is bit i % 32 of
         word i // 32. Not for a matcher that is terminated."""
 

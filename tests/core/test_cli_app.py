@@ -181,13 +181,23 @@ sys.exit(f"imported {heavy}" if heavy else 0)
 """
 
 
-@pytest.mark.parametrize("args", [["--help"], ["plugins"], ["plugins", "--json"]])
-def test_help_and_plugins_load_without_torch(args):
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        (["--help"], "explain"),
+        (["plugins"], "explain"),
+        (["plugins", "--json"], "explain"),
+        (["run", "--help"], "--expert-load"),
+        (["serve", "--help"], "--host"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_help_and_plugins_load_without_torch(args, told):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH, *args], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "run" in done.stdout and "explain" in done.stdout
+    assert "run" in done.stdout and told in done.stdout
 
 
 ENDLESS = """

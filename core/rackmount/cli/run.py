@@ -5,19 +5,20 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rackmount.cli.answer import Answer, answer
 from rackmount.cli.options import AsJson, EngineOptions, Model, SamplingOptions, unfold
 from rackmount.cli.progress import progress
-from rackmount.engine.engine import Engine
-from rackmount.execution.expert_load import ExpertLoad
-from rackmount.report import startup_report
 from rackmount.sampling.params import SamplingParams
 from rackmount.text.prompts import Prompt
 from rackmount_registry.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:  # they import PyTorch, for which `--help` need not wait
+    from rackmount.cli.answer import Answer
+    from rackmount.engine.engine import Engine
+    from rackmount.execution.expert_load import ExpertLoad
 
 
 @unfold
@@ -49,6 +50,9 @@ def run(
     engine: EngineOptions,
 ) -> None:
     """Answer PROMPT, or what is typed."""
+    from rackmount.engine.engine import Engine
+    from rackmount.report import startup_report
+
     if chat is None and prompt is not None:
         chat = False
     if system is not None and chat is False:
@@ -74,7 +78,7 @@ def run(
 
 
 def _converse(
-    engine: Engine,
+    engine: "Engine",
     lines: Iterable[str],
     params: SamplingParams,
     messages: list[dict[str, str]] | None,
@@ -100,15 +104,17 @@ def _converse(
             raise typer.Exit(1)
 
 
-def _answer(engine: Engine, prompt: Prompt, params: SamplingParams, as_json: bool) -> Answer:
+def _answer(engine: "Engine", prompt: Prompt, params: SamplingParams, as_json: bool) -> "Answer":
     """Prints an answer, then its figures."""
+    from rackmount.cli.answer import answer
+
     said = answer(engine, prompt, params, _discard if as_json else _write)
     typer.echo(json.dumps(said.as_plain(), ensure_ascii=False) if as_json else "")
     typer.echo(str(said), err=True)
     return said
 
 
-def _table(layers: list[ExpertLoad]) -> Iterator[str]:
+def _table(layers: "list[ExpertLoad]") -> Iterator[str]:
     """A line for each layer, between a line that names the columns and one about the last layer."""
     width = max(len(each.layer) for each in layers)
     yield f"{'experts':<{width}} {'choices':>9} {'used':>9} {'max/mean':>9}  busiest expert (share)"

@@ -1,6 +1,7 @@
 """Which tiling a product of few rows gets: from the table measured on this GPU, or by a rule.
 
-A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.py`:
+A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.py`, some of it after
+`benchmarks/layer_tilings.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
 KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
 product with the dequantized matrix was faster. One that is not there has what one with as many
