@@ -4,7 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.helpers.experts import FORMATS, defined_experts, expert_bundle, expert_tokens
+from hypothesis import given as given_any
+from hypothesis import settings
+from hypothesis import strategies as st
+from tests.helpers.experts import (
+    CHOICES,
+    FORMATS,
+    defined_experts,
+    expert_bundle,
+    expert_choices,
+    expert_tokens,
+)
 from torch import Tensor
 
 from rackmount_moe.triton_experts import align, experts, launches
@@ -71,7 +81,11 @@ def prepare(layer: ExpertBundle, plan: Plan | None) -> Prepared:
 
 def check(prepared: Prepared, layer: ExpertBundle, count: int, dtype: torch.dtype) -> None:
     hidden, num_experts = layer.down.out_features, len(layer.down.dequantize())
-    given = expert_tokens(count, num_experts, hidden, 4, dtype)
+    hold(prepared, layer, expert_tokens(count, num_experts, hidden, 4, dtype))
+
+
+def hold(prepared: Prepared, layer: ExpertBundle, given: ExpertInput) -> None:
+    dtype = given.x.dtype
     out = TritonExperts().run(on_gpu(given), prepared)
     wide = defined_experts(given, layer)
     assert out.dtype == dtype
@@ -103,6 +117,27 @@ def test_every_format_gives_it(name: str, plan: Plan, dtype: torch.dtype) -> Non
     prepared = prepare(layer, plan)
     for count in (1, 33, 300) if plan.block_m else (0, 1, 5, MAX_FEW):
         check(prepared, layer, count, dtype)
+
+
+@pytest.mark.parametrize("name", ["dense", "fp8_blocks", "int4_groups"])
+@pytest.mark.parametrize("plan", ["few", "blocks of 16", "blocks of 64"])
+def test_any_tokens_and_choices_give_the_sum(name: str, plan: str) -> None:
+    layer = expert_bundle(name, 9, 320, 136, torch.bfloat16)
+    prepared = prepare(layer, PLANS[plan])
+    most = 300 if PLANS[plan].block_m else MAX_FEW
+
+    @settings(max_examples=40, deadline=None)
+    @given_any(
+        choices=st.sampled_from(CHOICES),
+        count=st.integers(0, most),
+        top_k=st.integers(1, 9),
+        seed=st.integers(0, 10**6),
+    )
+    def holds(choices: str, count: int, top_k: int, seed: int) -> None:
+        torch.manual_seed(seed)
+        hold(prepared, layer, expert_choices(choices, count, 9, 320, top_k, torch.bfloat16))
+
+    holds()
 
 
 @pytest.mark.parametrize("plan", TMA.values(), ids=TMA)

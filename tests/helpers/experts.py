@@ -75,6 +75,26 @@ def expert_tokens(
     return ExpertInput(x=x, expert_ids=ids, weights=weights)
 
 
+CHOICES = ("any", "one", "none")
+"""How tokens choose; see `expert_choices`."""
+
+
+def expert_choices(
+    choices: str, count: int, experts: int, hidden: int, top_k: int, dtype: torch.dtype
+) -> ExpertInput:
+    """Tokens that choose any experts, some of other ranks; all of them "one", the last; or
+    "none"."""
+    scores = torch.rand(count, experts)
+    ids = scores.topk(top_k).indices.int()
+    ids[torch.rand(ids.shape) < 0.2] = -1
+    if choices != "any":
+        ids[:] = -1
+    if choices == "one":
+        ids[:, -1] = experts - 1
+    weights = torch.rand(count, top_k).where(ids >= 0, torch.nan)
+    return ExpertInput(x=torch.randn(count, hidden).to(dtype), expert_ids=ids, weights=weights)
+
+
 def defined_experts(given: ExpertInput, layer: ExpertBundle) -> Tensor:
     """The layer's output in float64, expert by expert."""
     gate_up, down = layer.gate_up.dequantize().double(), layer.down.dequantize().double()

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.helpers.experts import FORMATS, defined_experts, expert_bundle, expert_tokens
+from hypothesis import given as given_any
+from hypothesis import settings
+from hypothesis import strategies as st
+from tests.helpers.experts import (
+    CHOICES,
+    FORMATS,
+    defined_experts,
+    expert_bundle,
+    expert_choices,
+    expert_tokens,
+)
 from tests.helpers.interpreter import last_program_first, mend_loops
 from torch import Tensor
 
@@ -129,6 +139,24 @@ def test_all_tokens_may_choose_one_expert_or_none(plan: Plan, expert: int) -> No
     given.weights[:, 1] = 0.5
     out = run(plan, given, bundle())
     assert bool(out.any()) == (expert >= 0)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given_any(
+    name=st.sampled_from(list(FORMATS)),
+    plan=st.sampled_from(list(PLANS)),
+    choices=st.sampled_from(CHOICES),
+    count=st.integers(0, 6),
+    top_k=st.integers(1, NUM_EXPERTS),
+    sizes=st.sampled_from([(HIDDEN, WIDTH), (16, 16), (33, 24)]),
+    seed=st.integers(0, 99),
+)
+def test_any_tokens_and_choices_give_the_sum(
+    name: str, plan: str, choices: str, count: int, top_k: int, sizes: tuple[int, int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    given = expert_choices(choices, count, NUM_EXPERTS, sizes[0], top_k, torch.float16)
+    run(PLANS[plan], given, bundle(name, *sizes, dtype=torch.float16), HALF)
 
 
 @pytest.mark.parametrize("block_m", [16, 128])

@@ -128,6 +128,17 @@ def test_zero_tokens_are_an_ordinary_step(tmp_path: Path) -> None:
     assert [each.shape for each in logits] == [(0, 97)] * 2
 
 
+def test_a_rank_whose_experts_nobody_chose_takes_part(tmp_path: Path) -> None:
+    """One token with one expert: the other rank has none."""
+    folder, _ = tiny_checkpoint(tmp_path, "qwen3-moe", num_experts_per_tok=1)
+    for seed in range(4):
+        token = random_ids(1, seed=seed)
+        expected = mount_reference(folder, dtype=torch.float64).logits(token)
+        _, logits = run_ranks(folder, ThreadGroup(2), experts_cut, token)
+        for each in logits:
+            torch.testing.assert_close(each, expected, rtol=1e-9, atol=1e-9)
+
+
 def share_of(reference: Reference) -> dict[str, int]:
     """Tensor -> elements that this rank takes of it."""
     return {
