@@ -25,7 +25,7 @@ WEIGHTS: dict[str, Callable[[], Weight]] = {
     "int4, groups of 32": lambda: int_groups(4, 40, 96, 32),
     "int4, groups of 64, cut off": lambda: int_groups(4, 40, 152, 64, zeros=True),
     "int4, groups of 128": lambda: int_groups(4, 24, 256, 128),
-    "int4, groups of 256, cut off": lambda: int_groups(4, 150, 900, 256, zeros=True),
+    "int4, groups of 256, cut off": lambda: int_groups(4, 72, 900, 256, zeros=True),
     "int4, a scale a row": lambda: int_groups(4, 36, 200, 200),
     "int4, a scale and a zero a row": lambda: int_groups(4, 36, 200, 200, zeros=True),
     "int4, act-order": lambda: int_groups(4, 40, 128, 32, zeros=True, padding=5),
@@ -146,22 +146,21 @@ def test_scales_of_any_size_are_what_they_are(exponent: int) -> None:
     hold("none", draw(3, weight), weight, made)
 
 
-@pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize(
-    ("rows", "columns", "group", "share"),
+    ("rows", "columns", "group", "share", "epilogue"),
     [
-        (17, 1024, 128, 2),
-        (33, 1024, 128, 4),
-        (40, 896, 128, 1),
-        (64, 384, 128, 1),
-        (12, 1024, 32, 1),
+        (17, 1024, 128, 2, "add"),
+        (33, 1024, 128, 4, "silu_mul"),
+        (40, 896, 128, 1, "none"),
+        (64, 384, 128, 1, "silu_mul"),
+        (12, 1024, 32, 1, "add"),
     ],
     ids=["4 parts", "2 parts", "7 parts", "3 parts", "more parts than tokens"],
 )
 def test_tiles_of_many_tokens_are_added_up_by_pieces(
     rows: int, columns: int, group: int, share: int, epilogue: str
 ) -> None:
-    weight = int_groups(4, 136, columns, group)
+    weight = int_groups(4, 72, columns, group)
     hold(epilogue, draw(rows, weight), weight, prepare(weight, share, 64))
 
 
