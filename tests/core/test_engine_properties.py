@@ -17,7 +17,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(600)  # a failure takes minutes to shrink
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(load=loads())
 def test_every_load_gives_every_request_the_answer_of_its_run_alone(
     load: Load, folder: Path

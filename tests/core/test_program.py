@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )[0]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(load=loads())
 def test_every_load_of_two_ranks_gives_every_request_the_answer_of_its_run_alone(
     load: Load, folder: Path
