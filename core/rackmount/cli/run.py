@@ -16,9 +16,8 @@ from rackmount.text.prompts import Prompt
 from rackmount_registry.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:  # they import PyTorch, for which `--help` need not wait
+    from rackmount import Engine, ExpertLoad
     from rackmount.cli.answer import Answer
-    from rackmount.engine.engine import Engine
-    from rackmount.execution.expert_load import ExpertLoad
 
 
 @unfold
@@ -50,8 +49,7 @@ def run(
     engine: EngineOptions,
 ) -> None:
     """Answer PROMPT, or what is typed."""
-    from rackmount.engine.engine import Engine
-    from rackmount.report import startup_report
+    from rackmount import Engine, startup_report
 
     if chat is None and prompt is not None:
         chat = False
