@@ -35,7 +35,7 @@ def test_running_requests_come_before_waiting_ones() -> None:
     assert counts_of_step(scheduler) == {"a": 1, "b": 1}
 
 
-def test_prompts_come_first_and_by_themselves_where_steps_are_not_mixed() -> None:
+def test_prompts_that_fill_steps_come_first_and_by_themselves_where_steps_are_not_mixed() -> None:
     scheduler = scheduler_of(max_num_batched_tokens=5, enable_mixed_steps=False)
     scheduler.add(request_of("a", range(3)))
     assert counts_of_step(scheduler) == {"a": 3}
@@ -43,13 +43,27 @@ def test_prompts_come_first_and_by_themselves_where_steps_are_not_mixed() -> Non
     assert counts_of_step(scheduler) == {"b": 5}
     scheduler.add(request_of("c", range(3)))
     assert counts_of_step(scheduler) == {"b": 4, "c": 1}
-    assert counts_of_step(scheduler) == {"c": 2}
-    assert counts_of_step(scheduler) == {"a": 1, "b": 1, "c": 1}
+    assert counts_of_step(scheduler) == {"a": 1, "b": 1, "c": 2}
+    scheduler.add(request_of("d", range(4)))
+    assert counts_of_step(scheduler) == {"a": 1, "b": 1, "c": 1, "d": 2}
+
+
+def test_prompts_held_to_a_threshold_fill_no_step() -> None:
+    scheduler = scheduler_of(
+        max_num_batched_tokens=8, long_prefill_token_threshold=3, enable_mixed_steps=False
+    )
+    scheduler.add(request_of("a", range(3)))
+    scheduler.add(request_of("b", range(9)))
+    assert counts_of_step(scheduler) == {"a": 3, "b": 3}
+    scheduler.add(request_of("c", range(9)))
+    assert counts_of_step(scheduler) == {"a": 1, "b": 3, "c": 3}
+    scheduler.add(request_of("d", range(9)))
+    assert counts_of_step(scheduler) == {"b": 3, "c": 3, "d": 2}
 
 
 def test_a_prompt_waits_for_decoding_where_it_would_take_its_last_blocks() -> None:
     scheduler = scheduler_of(
-        max_num_batched_tokens=16, num_blocks=4, block_size=4, enable_mixed_steps=False
+        max_num_batched_tokens=11, num_blocks=4, block_size=4, enable_mixed_steps=False
     )
     scheduler.add(request_of("a", range(4), max_tokens=4))
     assert counts_of_step(scheduler) == {"a": 4}

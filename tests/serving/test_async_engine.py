@@ -97,6 +97,17 @@ def joined(chunks: list[TextChunk], index: int) -> dict[str, Any]:
     }
 
 
+def test_its_steps_mix_prompts_with_decoding_unless_told_otherwise(folder: Path) -> None:
+    async def mixed(**given: bool | None) -> bool | None:
+        async with await AsyncEngine.start(folder, **SMALL | given) as engine:
+            return engine.config.enable_mixed_steps
+
+    assert asyncio.run(mixed(enable_mixed_steps=None)) is True
+    assert asyncio.run(mixed(enable_mixed_steps=False)) is False
+    with Engine(folder, **SMALL) as engine:
+        assert not engine.core.limits.enable_mixed_steps
+
+
 def test_answers_are_those_of_the_engine_whole_and_in_chunks(folder: Path, served: Served) -> None:
     prompts: list[Any] = ["A", "(", "0", [1, 2]]
     with tiny_engine(folder) as plain:

@@ -48,8 +48,9 @@ class EngineOptions:
     scheduling_policy: Annotated[str, _engine("fcfs or priority.")] = "fcfs"
     enable_prefix_caching: Annotated[bool, _engine("Reuse the KV of shared prefixes.")] = True
     enable_mixed_steps: Annotated[
-        bool, _engine("Compute prompts beside tokens that are decoded, not before them.")
-    ] = True
+        bool | None,
+        _engine("Compute prompts beside tokens that are decoded, not before; in servers, yes."),
+    ] = None
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
     async_scheduling: Annotated[
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")

@@ -27,9 +27,9 @@ class SchedulerConfig:
     """"fcfs": by arrival. "priority": lower `Request.priority` first, then by arrival."""
     enable_prefix_caching: bool = True
     enable_mixed_steps: bool = True
-    """Prompts are computed beside tokens that are decoded. Otherwise by themselves, and first:
-    decoding waits meanwhile. Where the pool would not hold the whole prompt and a block more for
-    each running request, steps are mixed all the same."""
+    """Prompts are computed beside tokens that are decoded. Otherwise, while they fill steps, by
+    themselves, and first: decoding waits meanwhile. Where the pool would not hold the whole prompt
+    and a block more for each running request, steps are mixed all the same."""
 
     def __post_init__(self) -> None:
         for name in (

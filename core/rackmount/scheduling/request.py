@@ -64,6 +64,11 @@ class Request:
         self.prompt_token_ids = np.asarray(self.prompt_token_ids, np.int32)
 
     @property
+    def num_tokens(self) -> int:
+        """Length of `token_ids`."""
+        return self.prompt_token_ids.size + self.output_token_ids.size
+
+    @property
     def token_ids(self) -> np.ndarray:
         """int32 [P + O]: prompt and output of a request that waits."""
         if not self.output_token_ids.size:

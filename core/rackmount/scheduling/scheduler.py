@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -147,9 +148,23 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step; None when there is nothing to compute before an update or an arrival."""
-        if not self.config.enable_mixed_steps and (plan := self._schedule(prompts_only=True)):
+        alone = not self.config.enable_mixed_steps and self._prompts_fill_a_step()
+        if alone and (plan := self._schedule(prompts_only=True)):
             return plan
         return self._schedule(prompts_only=False)
+
+    def _prompts_fill_a_step(self) -> bool:
+        """Whether prompts that are here would take the whole budget of a step, if none of them was
+        in the prefix cache. Those that do not are better computed beside what decodes."""
+        table, rows, budget = self._table, self._running, self.config.max_num_batched_tokens
+        most = self.config.long_prefill_token_threshold or budget
+        left = table.num_tokens[rows] - table.num_computed[rows]
+        found = int(np.minimum(left[left > 1], most).sum())
+        for request in islice(self._waiting, len(table.free_rows)):
+            if found >= budget:
+                break
+            found += min(request.num_tokens, most)
+        return found >= budget
 
     def _schedule(self, *, prompts_only: bool) -> StepPlan | None:
         table, budget = self._table, self.config.max_num_batched_tokens

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -97,6 +98,8 @@ class AsyncEngine:
             EngineDead: that process died.
         """
         config = EngineConfig.create(model=str(model), **arguments)
+        if config.enable_mixed_steps is None:
+            config = replace(config, enable_mixed_steps=True)
         manager = manager or PluginManager.discover()
         form = config.load_format
         path = await asyncio.to_thread(locate, model, manager, report, weights=form != "dummy")

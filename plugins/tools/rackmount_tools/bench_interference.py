@@ -145,6 +145,7 @@ def bench(
     arguments = engine.arguments() | {
         "enable_prefix_caching": False,
         "max_num_seqs": max(engine.max_num_seqs, num_requests + 8),
+        "enable_mixed_steps": engine.enable_mixed_steps is not False,  # as in servers
     }
     longest, because = max(
         (long_len + 1, {"long_len": long_len}),
