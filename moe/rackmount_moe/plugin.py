@@ -17,7 +17,13 @@ def expert_kernels() -> list[ExpertKernel]:
             factory="rackmount_moe.torch_experts:TorchExperts",
             summary="one expert after another in plain torch, any weight format",
             band="reference",
-            cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES, layouts=("contiguous",)),),
+            cells=(
+                Cell(
+                    devices=("cpu", "cuda"),
+                    dtypes=DTYPES,
+                    layouts=("contiguous", "batched", "batched_fp8"),
+                ),
+            ),
         ),
         ExpertKernel(
             name="triton",

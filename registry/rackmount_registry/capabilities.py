@@ -6,6 +6,12 @@ feed selection, refusals, `explain` and the documentation.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+ExpertLayout = Literal["contiguous", "batched", "batched_fp8"]
+"""How tokens lie between a token dispatcher and an expert kernel: "contiguous" is
+`rackmount_registry.experts.ExpertInput`, the others are `BatchedExpertInput` with x in the tokens'
+dtype, or in FP8 with scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +29,7 @@ class Demand:
     phase: str | None = None
     """"prefill" or "decode"."""
     weight_format: str | None = None
-    layout: str | None = None
+    layout: ExpertLayout | None = None
     """Layout of an expert kernel's input, as the token dispatcher yields it."""
     num_ranks: int | None = None
     features: frozenset[str] = frozenset()
@@ -45,7 +51,8 @@ class Cell:
     block_sizes: tuple[int, ...] | None = None
     phases: tuple[str, ...] | None = None
     weight_formats: tuple[str, ...] | None = None
-    layouts: tuple[str, ...] | None = None
+    layouts: tuple[ExpertLayout, ...] | None = None
+    """Those of its input that an expert kernel takes."""
     max_ranks: int | None = None
     features: frozenset[str] = frozenset()
     """Extras that the row supports; a demand for any other is refused."""

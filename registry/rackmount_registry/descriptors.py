@@ -7,7 +7,7 @@ A descriptor is cheap to build and to read: dtypes are strings, the part itself 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from rackmount_registry.capabilities import Cell
+from rackmount_registry.capabilities import Cell, ExpertLayout
 
 Band = Literal["reference", "portable", "vendor"]
 """How `auto` ranks parts before measured order: vendor before portable before reference."""
@@ -132,8 +132,8 @@ class TokenDispatcher(ComputeDescriptor):
     `experts.TokenDispatcher`."""
 
     kind: ClassVar[str] = "token_dispatcher"
-    layout: str
-    """Layout of what it hands to the expert kernel: "contiguous" or "batched"."""
+    layout: ExpertLayout
+    """Of what it hands to the expert kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,18 +108,39 @@ class ExpertInput:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BatchedExpertInput:
+    """What a dispatcher hands to the kernel in the layouts "batched" and "batched_fp8": for every
+    expert a box of C rows, of which tokens take the first. A row is computed by itself: the
+    dispatcher applies the weights and sums over K, in `combine`."""
+
+    x: Tensor
+    """[E, C, H], contiguous: of `dtype` in "batched", float8_e4m3fn in "batched_fp8"."""
+    num_valid: Tensor
+    """int32 [E], on the device, 0 to C: rows of each box that tokens take. Those behind them are of
+    any value, NaN too, and take no part; an expert without any costs no weight reads."""
+    dtype: torch.dtype
+    """Of the tokens, and of the kernel's results."""
+    scales: Tensor | None = None
+    """float32 [E, C, H / 128, rounded up], factors of 128 columns of x each, in any strides. Of
+    "batched_fp8" alone."""
+    handle: Any = None
+    """The dispatcher's own, for `combine`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ExpertUse:
     """How a layer will be called."""
 
     top_k: int
     """K."""
     dtype: torch.dtype
-    """Of x."""
+    """Of the tokens."""
 
 
 class ExpertKernel(Protocol):
-    """Runs `down(silu(gate x) * up x)` for each token's experts and sums by weight, in a fixed
-    order. The layers of a model that share a weight format share a kernel.
+    """Runs `down(silu(gate x) * up x)` for each token's experts, and in the layout "contiguous"
+    sums by weight, in a fixed order. The layers of a model that share a weight format share a
+    kernel.
 
     Its descriptor's cells say which layouts and weight formats it takes, and `graph_safe` whether
     `run` may be captured.
@@ -132,8 +153,13 @@ class ExpertKernel(Protocol):
         where a kernel's `prepare` does not name it.
         """
 
-    def run(self, given: ExpertInput, prepared: Any) -> Tensor:
-        """[T, H] in the dtype of x; zero rows for tokens without a local expert. T may be 0."""
+    def run(self, given: Any, prepared: Any) -> Tensor:
+        """Results for `given`, of the type of a layout that the kernel takes.
+
+        For an `ExpertInput` [T, H] in the dtype of x; zero rows for tokens without a local expert.
+        T may be 0. For a `BatchedExpertInput` contiguous [E, C, H] of its `dtype`; rows from
+        `num_valid` on are of any value. C may be 0, and all of `num_valid`.
+        """
 
 
 @runtime_checkable
@@ -154,7 +180,8 @@ class TunableExperts(ExpertKernel, Protocol):
 
         Args:
             bundles: layers of one shape, which together outgrow the L2 cache.
-            inputs: number of tokens -> inputs of so many, each with experts of its own choice.
+            inputs: number of tokens -> inputs of so many, each with experts of its own choice, in
+                the layout "contiguous".
 
         Raises:
             ConfigError: a number of tokens for which a table has no place; a file that holds
@@ -182,15 +209,21 @@ class DispatchContext:
 class TokenDispatcher(Protocol):
     """Brings tokens to the ranks of their experts and their results back."""
 
-    def dispatch(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> ExpertInput:
-        """x [T, H], global expert ids int32 [T, K] with -1 for padding, weights float32 [T, K]. T
-        may be 0."""
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor
+    ) -> ExpertInput | BatchedExpertInput:
+        """What the kernel gets, of the type of the layout that the descriptor names.
 
-    def combine(self, out: Tensor, given: ExpertInput) -> Tensor:
-        """The kernel's output back in the order of the tokens: [T, H], complete or this rank's
-        share of a sum.
+        x [T, H], global expert ids int32 [T, K] with -1 for padding, weights float32 [T, K], of any
+        value where the id is -1. T may be 0.
+        """
 
-        `reduces` says which."""
+    def combine(self, out: Tensor, given: Any) -> Tensor:
+        """The kernel's output for `given`, which `dispatch` made, back in the order of the tokens:
+        [T, H], complete or this rank's share of a sum.
+
+        `reduces` says which. A batched output is summed here by the routing's weights, and of its
+        rows only those that tokens took are read. Tokens without an expert get zeros."""
 
     reduces: bool
     """True: the result is complete. False: the mount adds a sum over `group`."""

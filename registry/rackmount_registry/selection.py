@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import product
 from typing import Generic, TypeVar
 
-from rackmount_registry.capabilities import Demand
+from rackmount_registry.capabilities import Demand, ExpertLayout
 from rackmount_registry.descriptors import (
     AttentionBackend,
     ComputeDescriptor,
@@ -144,7 +144,7 @@ class ExpertsChoice:
 
     kernel: Offer[ExpertKernel]
     dispatcher: Offer[TokenDispatcher]
-    layout: str
+    layout: ExpertLayout
     why: str
     candidates: tuple[PairCandidate, ...]
     """First is the kernel, second is the dispatcher."""
@@ -379,9 +379,13 @@ def choose_experts(
             return layout, ""
         return None, f"no row of {kernel.name} that fits takes the layout {layout}"
 
-    kernel, dispatcher, layout, why, candidates = _choose_pair(kernels, dispatchers, agree)
+    kernel, dispatcher, _, why, candidates = _choose_pair(kernels, dispatchers, agree)
     return ExpertsChoice(
-        kernel=kernel, dispatcher=dispatcher, layout=layout, why=why, candidates=candidates
+        kernel=kernel,
+        dispatcher=dispatcher,
+        layout=dispatcher.descriptor.layout,
+        why=why,
+        candidates=candidates,
     )
 
 

@@ -3,6 +3,7 @@ computes by the definition."""
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -16,7 +17,7 @@ from rackmount_deepgemm.linear import DeepGemmLinear
 from rackmount_deepgemm.rounding import round_groups
 from rackmount_moe.torch_experts import TorchExperts
 from rackmount_registry.errors import ConfigError
-from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_registry.experts import BatchedExpertInput, ExpertBundle, ExpertInput
 from rackmount_registry.formats import Weight
 from rackmount_registry.ops import silu_mul
 
@@ -192,6 +193,38 @@ def test_experts_equal_the_definition_on_rounded_inputs(
     used = set(deep_gemm.calls)
     boxed = most_tokens == 6
     assert used == (set() if not count else {"masked" if boxed else "contiguous"})
+
+
+@pytest.mark.parametrize("capacity", [0, 6, ALIGNMENT, 2 * ALIGNMENT])
+def test_filled_boxes_equal_the_definition_on_rounded_inputs(
+    deep_gemm: FakeDeepGemm, capacity: int
+) -> None:
+    """Whether they begin whole tiles or not; the same bits from tokens that come rounded."""
+    random = torch.Generator().manual_seed(capacity)
+    bundle = ExpertBundle(
+        gate_up=weight_of((EXPERTS, 2 * WIDTH, HIDDEN), (WIDTH, WIDTH), random),
+        down=weight_of((EXPERTS, HIDDEN, WIDTH), (HIDDEN,), random),
+    )
+    kernel, counts = DeepGemmExperts(), [capacity, 0, capacity // 2, min(capacity, 1)]
+    assert len(counts) == EXPERTS
+    x = torch.randn(EXPERTS, capacity, HIDDEN, generator=random).bfloat16()
+    for box, count in zip(x, counts, strict=True):
+        box[count:] = torch.nan
+    num_valid = torch.tensor(counts, dtype=torch.int32)
+    plain = BatchedExpertInput(x=x, num_valid=num_valid, dtype=x.dtype)
+    values, scales = round_groups(x.flatten(0, 1))
+    scales = scales.view(EXPERTS, capacity, HIDDEN // 128)
+    fp8 = replace(plain, x=values.view(x.shape), scales=scales.mT.contiguous().mT)
+    out, same = (kernel.run(given, kernel.prepare(bundle)) for given in (plain, fp8))
+    expected = TorchExperts().run(fp8, bundle)
+    assert out.shape == same.shape == x.shape and out.dtype == same.dtype == torch.bfloat16
+    assert out.is_contiguous() and same.is_contiguous()
+    for expert, count in enumerate(counts):
+        torch.testing.assert_close(
+            out[expert, :count].float(), expected[expert, :count].float(), rtol=0.06, atol=0.3
+        )
+        assert torch.equal(out[expert, :count], same[expert, :count])
+    assert set(deep_gemm.calls) == ({"masked"} if capacity else set())
 
 
 def test_other_shapes_and_exact_inputs_are_refused_with_their_numbers() -> None:

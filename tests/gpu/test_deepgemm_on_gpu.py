@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from tests.helpers.batched import round_columns
 
 from rackmount_moe.torch_experts import TorchExperts
-from rackmount_registry.experts import ExpertBundle, ExpertInput
+from rackmount_registry.experts import BatchedExpertInput, ExpertBundle, ExpertInput
 from rackmount_registry.formats import Weight
 from rackmount_registry.offers import is_installed
 
@@ -46,6 +47,29 @@ def test_experts_are_close_to_the_definition(count: int) -> None:
     expected = TorchExperts().run(given, bundle).float()
     error = (out - expected).norm() / expected.norm().clamp(min=1e-9)
     assert out.shape == expected.shape and error < 0.07  # both inputs are rounded to FP8
+
+
+@pytest.mark.parametrize("capacity", [0, 6, 128, 200])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_filled_boxes_are_close_to_the_definition(capacity: int, rounded: bool) -> None:
+    from rackmount_deepgemm.experts import DeepGemmExperts
+
+    bundle = ExpertBundle(
+        gate_up=weight_of((EXPERTS, 2 * WIDTH, HIDDEN), (WIDTH, WIDTH)),
+        down=weight_of((EXPERTS, HIDDEN, WIDTH), (HIDDEN,)),
+    )
+    kernel = DeepGemmExperts()
+    x = torch.randn(EXPERTS, capacity, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    num_valid = torch.arange(EXPERTS, dtype=torch.int32, device="cuda").clamp(max=capacity)
+    taken = torch.arange(capacity, device="cuda") < num_valid.unsqueeze(1)
+    x[~taken] = torch.nan
+    values, scales = round_columns(x) if rounded else (x, None)
+    given = BatchedExpertInput(x=values, num_valid=num_valid, dtype=x.dtype, scales=scales)
+    out = kernel.run(given, kernel.prepare(bundle))
+    expected = TorchExperts().run(given, bundle)
+    assert out.shape == x.shape and out.dtype == x.dtype
+    out, expected = out[taken].float(), expected[taken].float()
+    assert (out - expected).norm() <= 0.07 * expected.norm()  # inputs are rounded to FP8
 
 
 @pytest.mark.parametrize("count", [0, 1, 33, 300])

@@ -230,6 +230,16 @@ ATTENTION = {**KERNEL, "cache_layout": "paged", "preferred_block_sizes": (16,)}
             "preferred_block_sizes=() must hold positive sizes",
         ),
         ("op_sets", OpSet(name="x", ops=(), **KERNEL), "ops is empty"),
+        (
+            "expert_kernels",
+            ExpertKernel(name="x", **KERNEL | {"cells": (Cell(layouts=("boxed",)),)}),
+            "layouts=('boxed',) is not tuple[Literal['contiguous', 'batched', 'batched_fp8'], ...]",
+        ),
+        (
+            "token_dispatchers",
+            TokenDispatcher(name="x", layout="boxed", **KERNEL),
+            "layout='boxed' is not Literal['contiguous', 'batched', 'batched_fp8']",
+        ),
         ("model_sources", ModelSource(name="x", serves="("), "is no regular expression"),
         ("model_sources", ModelSource(name="x", aliases={"A": "b"}), "name 'A' has characters"),
         ("model_sources", ModelSource(name="x", aliases={"a": 1}), "aliases={'a': 1} is not dict"),

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tests.helpers.batched import batched_plugin
 from torch import Tensor
 
 from rackmount_backends.torch_linear import DenseLinear
@@ -255,6 +256,18 @@ def tunable(*names: str) -> PluginManager:
         ]
 
     return PluginManager.from_modules({"acme": SimpleNamespace(expert_kernels=expert_kernels)})
+
+
+def test_kernels_of_other_layouts_are_left_out(record_of: RecordOf) -> None:
+    @hookimpl
+    def expert_kernels() -> list[ExpertKernel]:
+        cells = (Cell(devices=("cpu",), dtypes=("float32",), layouts=("batched",)),)
+        return [ExpertKernel(name="x", factory=f"{__name__}:None", band="vendor", cells=cells)]
+
+    acme = PluginManager.from_modules({"acme": SimpleNamespace(expert_kernels=expert_kernels)})
+    asked = "kernels --tokens 1 --auto-plugin acme --auto-plugin acme-boxes"
+    rows = record_of(asked, acme + batched_plugin())["kernels"]
+    assert {row["kernel"] for row in rows if row["role"] == "experts"} == {"torch"}
 
 
 def test_what_a_kernel_wrote_down_is_what_is_timed_after_it(

@@ -5,7 +5,7 @@ kernel gets them, after loading: capabilities have no column for either.
 """
 
 from rackmount_registry import hookimpl
-from rackmount_registry.capabilities import Cell
+from rackmount_registry.capabilities import Cell, ExpertLayout
 from rackmount_registry.descriptors import ExpertKernel, LinearKernel, Requirement
 
 REQUIRES = (
@@ -15,7 +15,7 @@ REQUIRES = (
 SUMMARY = "FP8 with block scales by DeepGEMM, compiled with nvcc at first use; rounds its input"
 
 
-def _cell(layouts: tuple[str, ...] | None = None) -> Cell:
+def _cell(layouts: tuple[ExpertLayout, ...] | None = None) -> Cell:
     return Cell(
         devices=("cuda",),
         compute_capability=(9, 0),
@@ -53,6 +53,6 @@ def expert_kernels() -> list[ExpertKernel]:
             band="vendor",
             order=None,
             graph_safe=True,
-            cells=(_cell(layouts=("contiguous",)),),
+            cells=(_cell(layouts=("contiguous", "batched", "batched_fp8")),),
         )
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from rackmount import Rack
-from rackmount_registry.descriptors import ExpertKernel
+from rackmount_registry.descriptors import ExpertKernel, TokenDispatcher
 from rackmount_registry.experts import ExpertBundle, ExpertInput
 from rackmount_registry.formats import Weight
 from rackmount_registry.mount import random_weight
@@ -28,7 +28,7 @@ def time_experts(
     rows = []
     for layer, *others in layers_of(rack):
         bundle = bundle_of(layer, rack)
-        for name in kernels_for(bundle, rack, names):
+        for name in kernels_for(bundle, rack, manager, names):
             offer = manager.find(ExpertKernel, name)
             kernel, graph_safe = instantiate(offer, rack.options), offer.descriptor.graph_safe
             copies = [kernel.prepare(each) for each in copies_of(bundle, rack.device)]
@@ -66,10 +66,17 @@ def bundle_of(layer: Experts, rack: Rack) -> ExpertBundle:
     )
 
 
-def kernels_for(bundle: ExpertBundle, rack: Rack, names: list[str]) -> list[str]:
-    """Those that fit, of `names` if there are any."""
-    choice = rack.parts.experts[bundle.down.format]
-    fitting = {pair.first.name for pair in choice.candidates if pair.accepted}
+def kernels_for(
+    bundle: ExpertBundle, rack: Rack, manager: PluginManager, names: list[str]
+) -> list[str]:
+    """Those that fit and take the layout "contiguous", of `names` if there are any."""
+    dispatchers = manager.offers(TokenDispatcher)
+    layouts = {(it.distribution, it.name): it.descriptor.layout for it in dispatchers}
+    fitting = {
+        pair.first.name
+        for pair in rack.parts.experts[bundle.down.format].candidates
+        if pair.accepted and layouts[pair.second.distribution, pair.second.name] == "contiguous"
+    }
     return sorted(fitting.intersection(names) if names else fitting)
 
 

@@ -53,7 +53,7 @@ def tune_experts(
     kernel = instantiate(manager.find(ExpertKernel, name), rack.options)
     for layer in layers:
         bundle = bundle_of(layer, rack)
-        if name not in kernels_for(bundle, rack, []):
+        if name not in kernels_for(bundle, rack, manager, []):
             continue
         kernel.tune(
             copies_of(bundle, rack.device),
