@@ -94,8 +94,8 @@ class Marks(HostClock):
 def test_a_step_is_the_difference_of_129_tokens_and_one_over_128() -> None:
     timeline = Timeline()
     engine: Any = FakeEngine(timeline)
-    times = measure(engine, PROMPTS, 128, 3, timeline)
-    assert engine.asked == [1, 129] * 3
+    times = measure(engine, PROMPTS, 128, 3, lambda: engine.asked.append(0), timeline)
+    assert engine.asked == [0, 1, 0, 129] * 3
     assert (times.prefill, times.step) == (PREFILL_S, STEP_S)
 
 
@@ -103,7 +103,7 @@ def test_an_answer_that_was_cut_short_is_not_timed() -> None:
     timeline = Timeline()
     engine: Any = FakeEngine(timeline, finish_reason="error")
     with pytest.raises(RackmountError, match="ended by 'error' after 1 tokens"):
-        measure(engine, PROMPTS, 8, 1, timeline)
+        measure(engine, PROMPTS, 8, 1, lambda: None, timeline)
 
 
 def test_steady_steps_are_those_in_which_all_decode() -> None:

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
@@ -65,13 +66,13 @@ def measure(
     prompts: Prompts,
     output_len: int,
     repeats: int,
+    rest: Callable[[], None],
     now: Callable[[], float] = time.perf_counter,
 ) -> Times:
-    """Times the prompts for one token and for `output_len` more, in turn."""
+    """Times the prompts for one token and for `output_len` more, in turn, each after a `rest`."""
 
     def rested(num_tokens: int) -> float:
-        if engine.rack.device.type == "cuda":
-            time.sleep(REST_S)
+        rest()
         return timed(engine, prompts, greedy(num_tokens), now)
 
     pairs = [(rested(1), rested(1 + output_len)) for _ in range(repeats)]
@@ -119,6 +120,12 @@ def measure_steady(
     )
 
 
+def rest(engine: Engine) -> None:
+    """Leaves a GPU in peace for a while; a CPU needs none."""
+    if engine.rack.device.type == "cuda":
+        time.sleep(REST_S)
+
+
 def warm_up(engine: Engine, prompts: Prompts) -> None:
     """Two full steps of prefill, and some decoding of the whole batch."""
     budget = 2 * engine.config.max_num_batched_tokens
@@ -134,7 +141,7 @@ def rows_of(
     ramp = ramp_len(batch, input_len, engine.config.max_num_batched_tokens)
     require_room(engine, [input_len + ramp + output_len] * batch)
     warm_up(engine, prompts)
-    times = measure(engine, prompts, output_len, repeats)
+    times = measure(engine, prompts, output_len, repeats, partial(rest, engine))
     clock = clock_of_steps(engine)
     steady = measure_steady(engine, prompts, ramp + output_len, clock)
     distinct = distinct_experts(engine, prompts, ramp + output_len)
