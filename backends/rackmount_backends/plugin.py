@@ -159,7 +159,7 @@ def op_sets() -> list[OpSet]:
             factory="rackmount_backends.torch_ops:TORCH_OPS",
             summary="plain torch, fewer passes than the definitions",
             band="reference",
-            ops=(*OPS, "gate"),
+            ops=(*OPS, "gate", "norm_gate"),
             cells=(Cell(devices=("cpu", "cuda"), dtypes=DTYPES),),
         ),
         OpSet(

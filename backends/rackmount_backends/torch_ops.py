@@ -98,6 +98,7 @@ TORCH_OPS = SimpleNamespace(
     # Once a step each, or bound by their sort: the definitions are as fast as it gets.
     embedding=ops.embedding,
     gate=ops.gate,
+    norm_gate=ops.norm_gate,
     build_batch=ops.build_batch,
     sample=ops.sample,
 )

@@ -78,9 +78,9 @@ class EngineConfig:
     enable_mixed_steps: bool | None = None
     """Compute prompts beside tokens that are decoded; otherwise first, by themselves, as long as
     they fill steps and the pool has room for running requests as well: batches then decode in full,
-    for more tokens a second, and answers pause while many prompts arrive. None is True where requests come from outside,
-    in an `AsyncEngine` and so in servers, and False in an `Engine`, which works through what it
-    is given."""
+    for more tokens a second, and answers pause while many prompts arrive. None is True where
+    requests come from outside, in an `AsyncEngine` and so in servers, and False in an `Engine`,
+    which works through what it is given."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
     async_scheduling: bool | None = None

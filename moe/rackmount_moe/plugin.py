@@ -58,11 +58,12 @@ def op_sets() -> list[OpSet]:
         OpSet(
             name="triton-router",
             factory="rackmount_moe.triton_router.router:TRITON_ROUTER",
-            summary="logits and choice of experts in one kernel for few tokens, in two for many",
+            summary="logits and choice of experts in one kernel for few tokens, in two for many; "
+            "with the norm before them for very few",
             requires=TRITON,
             band="portable",
             graph_safe=True,
-            ops=("gate",),
+            ops=("gate", "norm_gate"),
             cells=(
                 Cell(
                     devices=("cuda",),

@@ -157,6 +157,27 @@ def gate(
     return ids, weights
 
 
+NORM_GATE_TOKENS = 8
+"""Most that `norm_gate` is called for: each of the programs that share a token's logits has to make
+its norm again."""
+
+
+def norm_gate(
+    x: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    routing: Routing,
+    bias: Tensor | None,
+    slots: Tensor,
+    state: RouterState,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, *gate(y, ...)) of y = rms_norm(x, norm_weight, eps), x [T, N], for up to
+    NORM_GATE_TOKENS tokens."""
+    normed = rms_norm(x, norm_weight, eps)
+    return normed, *gate(normed, weight, routing, bias, slots, state)
+
+
 def build_batch(
     ids: Tensor,
     rows: Tensor,
@@ -179,7 +200,10 @@ def build_batch(
     block_table[:, :num_blocks] = block_tables[rows, :num_blocks]
 
 
-SOCKET_OPS = ("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding", "gate")
+SOCKET_OPS = (
+    *("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding"),
+    *("gate", "norm_gate"),
+)
 """Operations that sockets call."""
 STEP_OPS = ("build_batch", "sample")
 """Operations of the step around the model."""
@@ -197,6 +221,7 @@ class Ops:
     rotary_write = staticmethod(rotary_write)
     embedding = staticmethod(embedding)
     gate = staticmethod(gate)
+    norm_gate = staticmethod(norm_gate)
     build_batch = staticmethod(build_batch)
     sample = staticmethod(sample)
 

@@ -11,9 +11,17 @@ from tests.helpers.routing import ROUTINGS, fresh_state, random_bias
 from torch import Tensor
 
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
-from rackmount_moe.triton_router.router import FEW_TOKENS, Gate, gate, gate_kernel, route_kernel
+from rackmount_moe.triton_router.router import (
+    FEW_TOKENS,
+    Gate,
+    gate,
+    gate_kernel,
+    norm_gate,
+    route_kernel,
+)
 from rackmount_registry import ops
 from rackmount_registry.experts import RouterState, Routing
+from rackmount_registry.ops import NORM_GATE_TOKENS
 
 pytestmark = pytest.mark.gpu
 
@@ -84,6 +92,29 @@ def test_the_router_equals_its_definition(model: str, dtype: torch.dtype) -> Non
         assert torch.equal(ids, expected), num_tokens
         kept = slots >= 0
         torch.testing.assert_close(weights[kept], exact[kept], rtol=1e-5, atol=1e-30)
+        assert torch.equal(state.load, plain.load)
+        assert not state.arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("model", MODELS)
+def test_with_the_norm_before_it(model: str, dtype: torch.dtype) -> None:
+    """Of numbers whose norms, and the sums of products of these, are exact."""
+    count, hidden, routing, biased = MODELS[model]
+    bias = random_bias(count).cuda() if biased else None
+    weight = signs(count, hidden, seed=1, dtype=dtype) / 32
+    norm = 2 ** signs(hidden, seed=2, dtype=dtype), 3.0  # 1 / rms is 1/2
+    state, plain = fresh_state(count, "cuda"), fresh_state(count, "cuda")
+    for num_tokens in (0, 1, 2, 7, NORM_GATE_TOKENS):
+        wide = signs(num_tokens, hidden + 8, seed=num_tokens, dtype=dtype)
+        x = wide.where(wide != 0, 1)[:, 8:]
+        slots = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
+        slots[1::3] = -1
+        normed, ids, weights = norm_gate(x, *norm, weight, routing, bias, slots, state)
+        expected = ops.norm_gate(x, *norm, weight, routing, bias, slots, plain)
+        assert torch.equal(normed, expected[0]) and torch.equal(ids, expected[1]), num_tokens
+        kept = slots >= 0
+        torch.testing.assert_close(weights[kept], expected[2][kept], rtol=1e-5, atol=1e-30)
         assert torch.equal(state.load, plain.load)
         assert not state.arrivals.any()
 

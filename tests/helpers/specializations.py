@@ -27,13 +27,14 @@ from rackmount_moe.triton_experts import tuning
 from rackmount_moe.triton_experts.experts import TritonExperts
 from rackmount_moe.triton_experts.packing import Packed
 from rackmount_moe.triton_experts.table import Plan
-from rackmount_moe.triton_router.router import Gate
+from rackmount_moe.triton_router.router import Gate, NormGate
 from rackmount_quant.kernels import tuning as quant_tuning
 from rackmount_quant.kernels.fp8 import Fp8Linear
 from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import Int8Linear
 from rackmount_quant.kernels.linear import QuantizedLinear
 from rackmount_registry.experts import ExpertUse
+from rackmount_registry.ops import NORM_GATE_TOKENS
 
 Found = dict[str, list[str]]
 """In the order of asking, as often as was asked."""
@@ -157,12 +158,17 @@ def router(case: str) -> Found:
     """Two layers; `case` names one of `ROUTINGS`."""
     count, routing, biased = ROUTINGS[case]
     gate, weight, slots = Gate(), torch.randn(count, HIDDEN), torch.arange(max(TOKENS)).int()
+    norm_gate, norm = NormGate(), (torch.ones(HIDDEN), 1e-6)
     rest = routing, random_bias(count) if biased else None
     with recorded() as found:
         for _ in range(2):
             gate.prepare(weight, *rest, slots[:0], fresh_state(count))
+            norm_gate.prepare(weight[:1], *norm, weight, *rest, slots[:0], fresh_state(count))
         for tokens in TOKENS:
-            gate(torch.randn(tokens, HIDDEN), weight, *rest, slots[:tokens], fresh_state(count))
+            x, given = torch.randn(tokens, HIDDEN), (*rest, slots[:tokens], fresh_state(count))
+            gate(x, weight, *given)
+            if tokens <= NORM_GATE_TOKENS:
+                norm_gate(x, *norm, weight, *given)
     return found
 
 

@@ -12,9 +12,10 @@ from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bia
 from torch import Tensor
 
 from rackmount_moe.triton_router import router
-from rackmount_moe.triton_router.router import gate
+from rackmount_moe.triton_router.router import gate, norm_gate
 from rackmount_registry import ops
 from rackmount_registry.experts import ROUTER_ARRIVALS, Routing
+from rackmount_registry.ops import NORM_GATE_TOKENS
 
 # The interpreter cuts bfloat16 off instead of rounding it; the GPU's tests have it.
 DTYPES = (torch.float32, torch.float16)
@@ -70,6 +71,37 @@ def test_the_router_equals_its_definition(case: str, num_tokens: int, dtype: tor
     bias = random_bias(count) if biased else None
     x, weight = randn(num_tokens, HIDDEN, dtype=dtype), randn(count, HIDDEN, seed=1, dtype=dtype)
     assert_defined(x, weight / 4, routing, bias, slots_of(num_tokens))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 7, NORM_GATE_TOKENS])
+@pytest.mark.parametrize("case", ROUTINGS)
+def test_with_the_norm_before_it(case: str, num_tokens: int, dtype: torch.dtype) -> None:
+    count, routing, biased = ROUTINGS[case]
+    bias = random_bias(count) if biased else None
+    x = randn(num_tokens, HIDDEN + 8, dtype=dtype)[:, :HIDDEN] * 3
+    scale, weight = randn(HIDDEN, seed=2, dtype=dtype), randn(count, HIDDEN, seed=1, dtype=dtype)
+    norm, slots = (scale, 1e-2), slots_of(num_tokens)
+    state, plain = fresh_state(count), fresh_state(count)
+    for _ in range(2):
+        found = norm_gate(x, *norm, weight / 4, routing, bias, slots, state)
+        expected = ops.norm_gate(x, *norm, weight / 4, routing, bias, slots, plain)
+        torch.testing.assert_close(found[0], expected[0])
+        assert torch.equal(found[1], expected[1])
+        kept = slots >= 0
+        torch.testing.assert_close(found[2][kept], expected[2][kept], rtol=1e-2, atol=1e-4)
+        assert torch.equal(state.load, plain.load) and not state.arrivals.any()
+
+
+def test_the_norm_is_over_whole_rows_that_programs_share() -> None:
+    """In parts of 64 columns, the last one of 8."""
+    count, routing, _ = ROUTINGS["qwen3"]
+    x, scale = randn(3, HIDDEN) + 5, randn(HIDDEN, seed=2)
+    weight, slots = randn(count, HIDDEN, seed=1), torch.arange(3)
+    normed, *_ = norm_gate(x, scale, 1e-9, weight, routing, None, slots, fresh_state(count))
+    wide = x.double()
+    wide = wide / wide.pow(2).mean(-1, keepdim=True).sqrt() * scale
+    torch.testing.assert_close(normed.double(), wide, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 20])

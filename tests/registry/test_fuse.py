@@ -1,43 +1,26 @@
 """The fused step does what the textbook code says, on one rank and on two."""
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.checkpoints import random_ids, tiny_checkpoint
+from tests.helpers.counting import CountingKernel, CountingOps, dense_kernel
 from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
 from tests.helpers.mounting import Reference, chosen_parts, mount_draft, mount_reference
 from tests.helpers.ranks import ThreadGroup
 from torch import Tensor, nn
 
-from rackmount_backends.torch_linear import DenseLinear
 from rackmount_registry.axes import Mesh
-from rackmount_registry.descriptors import LinearKernel
 from rackmount_registry.formats import Rounded, Weight
 from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
 from rackmount_registry.ops import reference_ops
 
 HIDDEN, FFN, VOCAB = 8, 12, 11
 IDS = random_ids(9, VOCAB)
-
-
-class CountingOps:
-    """The reference operations, counted by name."""
-
-    def __init__(self) -> None:
-        self.calls: Counter[str] = Counter()
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        operation = getattr(reference_ops(), name)
-
-        def counted(*args: Any) -> Any:
-            self.calls[name] += 1
-            return operation(*args)
-
-        return counted
 
 
 class Shape(nn.Module):
@@ -226,35 +209,6 @@ def test_of_two_shares_one_is_summed_in_the_fused_operation() -> None:
 
 def test_a_single_rank_defers_nothing() -> None:
     assert deferred(mount_shape(Textbook, CountingOps())) == set()
-
-
-class CountingKernel(DenseLinear):
-    """A kernel with every epilogue, by its definition."""
-
-    def __init__(self, most_added: int = 100) -> None:
-        self.most_added = most_added
-        self.calls: Counter[str] = Counter()
-
-    def run(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
-        self.calls["run"] += 1
-        return super().run(x, prepared, bias)
-
-    def run_silu_mul(self, x: Tensor, prepared: Tensor, bias: Tensor | None) -> Tensor:
-        self.calls["silu_mul"] += 1
-        return reference_ops().silu_mul(*super().run(x, prepared, bias).chunk(2, -1))
-
-    def adds(self, prepared: Tensor, num_rows: int) -> bool:
-        return num_rows <= self.most_added
-
-    def run_add(self, x: Tensor, prepared: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-        self.calls["add"] += 1
-        return super().run(x, prepared, bias) + residual
-
-
-def dense_kernel(kernel: DenseLinear, **fusions: tuple[str, ...]) -> dict[str, Any]:
-    """`Parts.kernels` of one kernel, with what it can fuse."""
-    descriptor = LinearKernel(name="test", factory="a:b", band="vendor", cells=(), **fusions)
-    return {"dense": (kernel, descriptor)}
 
 
 class GateReadTwice(Shape):

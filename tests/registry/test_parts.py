@@ -62,7 +62,10 @@ def test_only_what_the_draft_needs_is_chosen() -> None:
     assert (choice.ops.keys(), choice.linear.keys()) == (set(STEP_OPS), {"dense"})
     assert not choice.experts
     choice = select_parts(plugins(), sparse(), CPU)
-    assert (choice.ops.keys(), choice.experts.keys()) == ({"gate", *STEP_OPS}, {"dense"})
+    assert (choice.ops.keys(), choice.experts.keys()) == (
+        {"gate", "norm_gate", *STEP_OPS},
+        {"dense"},
+    )
 
 
 def test_every_operation_that_the_models_sockets_use_is_bound() -> None:
@@ -70,7 +73,7 @@ def test_every_operation_that_the_models_sockets_use_is_bound() -> None:
     assert ops.keys() == set(OPS)
     assert all(callable(op) for op in ops.values())
     ops = vars(chosen_parts(draft_module(lambda: Everything(sparse=False))).ops)
-    assert ops.keys() == set(OPS) - {"gate"}
+    assert ops.keys() == set(OPS) - {"gate", "norm_gate"}
 
 
 def test_an_op_set_need_not_have_what_no_socket_uses() -> None:

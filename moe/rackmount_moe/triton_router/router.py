@@ -1,9 +1,11 @@
-"""`gate`: logits and choice in one launch where tokens are few, in two elsewhere.
+"""`gate`: logits and choice in one launch where tokens are few, in two elsewhere; `norm_gate`: with
+the norm before them, in one.
 
 The launch for few tokens has programs over blocks of experts and parts of the hidden size, so that
 many read the router's weight, and read it before they wait for what came before. Their sums go
 through memory; of each block of tokens, the program that comes last adds them, always in the same
-order, and chooses.
+order, and chooses. Of a norm each program needs the sum of squares of whole rows, and makes it for
+itself.
 """
 
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ from rackmount_moe.triton_router.choice import choose, columns_of_experts
 from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.experts import ROUTER_ARRIVALS, RouterState, Routing
+from rackmount_registry.ops import NORM_GATE_TOKENS
 
 FEW_TOKENS = 256
 """Up to so many, logits and choice are one launch."""
@@ -44,6 +47,9 @@ DISTINCT_TOKENS = (1, 8, 16, WIDE_TOKENS + 1, FEW_TOKENS + 1)
 @triton.jit(do_not_specialize=["num_tokens"])
 def gate_kernel(
     x,
+    norm_weight,
+    normed,
+    eps,
     weight,
     bias,
     slots,
@@ -73,7 +79,8 @@ def gate_kernel(
 ):
     """Program (e, h, t): logits of a block of experts, over a part of the hidden size, of a block
     of tokens. `partials` float32 [parts, num_tokens, E]; `arrivals` int32 [blocks of tokens] are
-    zeros before and after. ROUND: logits are rounded to the dtype of x."""
+    zeros before and after. ROUND: logits are rounded to the dtype of x. With `norm_weight` [H] the
+    logits are those of the norm of x, and `normed` [num_tokens, H] gets it; else both are None."""
     SPLITS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     PROGRAMS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E * SPLITS
     split, block = tl.program_id(1), tl.program_id(2)
@@ -81,12 +88,29 @@ def gate_kernel(
     columns = split * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = (rows < E)[:, None] & (columns < H)[None, :]
     w = tl.load(weight + rows[:, None] * H + columns[None, :], mask=mask, other=0.0)
+    if norm_weight is not None:
+        scales = tl.load(norm_weight + columns, mask=columns < H, other=0.0)
     tokens = block * BLOCK_T + tl.arange(0, BLOCK_T)
     mask = (tokens < num_tokens)[:, None] & (columns < H)[None, :]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     given = tl.load(x + tokens[:, None] * x_stride + columns[None, :], mask=mask, other=0.0)
+    if norm_weight is not None:
+        if SPLITS == 1:
+            squares = _squares(given)
+        else:
+            squares = tl.zeros([BLOCK_T], tl.float32)
+            for part in tl.static_range(SPLITS):
+                every = part * BLOCK_H + tl.arange(0, BLOCK_H)
+                inside = (tokens < num_tokens)[:, None] & (every < H)[None, :]
+                at = x + tokens[:, None] * x_stride + every[None, :]
+                squares += _squares(tl.load(at, mask=inside, other=0.0))
+        scaled = given.to(tl.float32) * tl.rsqrt(squares / H + eps)[:, None]
+        scaled = scaled.to(given.dtype).to(tl.float32) * scales.to(tl.float32)[None, :]
+        given = scaled.to(given.dtype)
+        if tl.program_id(0) == 0:
+            tl.store(normed + tokens[:, None] * H + columns[None, :], given, mask=mask)
     if BLOCK_T == 1:
         logits = tl.sum(w.to(tl.float32) * given.to(tl.float32), 1)[:, None]
     else:
@@ -108,6 +132,13 @@ def gate_kernel(
             total, experts, tokens, num_tokens, bias, slots, load, ids, weights, BLOCK_T, E, K, C,
             W, GROUPS, TOP_GROUPS, TOP2, SIGMOID, RENORMALIZE, SCALING,
         )  # fmt: skip
+
+
+@triton.jit
+def _squares(x):
+    """Their sums along rows, float32."""
+    wide = x.to(tl.float32)
+    return tl.sum(wide * wide, 1)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -189,8 +220,7 @@ class Gate:
         """Begins to compile all that calls with these launch, at any number of tokens."""
         for num_tokens in DISTINCT_TOKENS:
             x = weight.new_empty((num_tokens, weight.shape[1]))
-            ids, weights = _outputs(x, routing)
-            kernel, _, arguments = _launch(x, weight, routing, bias, slots, state, ids, weights)
+            kernel, _, arguments = _launch(x, weight, routing, bias, slots, state)
             self._ahead.start(kernel, traits(kernel, arguments), arguments)
 
     def __call__(
@@ -203,15 +233,63 @@ class Gate:
         state: RouterState,
     ) -> tuple[Tensor, Tensor]:
         assert x.stride(1) == 1 and x.dtype == weight.dtype and weight.is_contiguous()
-        ids, weights = _outputs(x, routing)
-        if len(x):
-            self._ahead.wait()
-            kernel, grid, arguments = _launch(x, weight, routing, bias, slots, state, ids, weights)
-            kernel[grid](**arguments)
-        return ids, weights
+        if not len(x):
+            return _outputs(x, routing)
+        self._ahead.wait()
+        kernel, grid, arguments = _launch(x, weight, routing, bias, slots, state)
+        kernel[grid](**arguments)
+        return arguments["ids"], arguments["weights"]
+
+
+class NormGate:
+    """The op `norm_gate`; see `ops.norm_gate`, and `Gate`."""
+
+    def __init__(self) -> None:
+        self._ahead = AheadCompiler()
+
+    def prepare(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        slots: Tensor,
+        state: RouterState,
+    ) -> None:
+        """As of `Gate`; of x [1, H]."""
+        for num_tokens in DISTINCT_TOKENS:
+            if num_tokens <= NORM_GATE_TOKENS:
+                some = x.new_empty((num_tokens, x.shape[1]))
+                norm = norm_weight, eps
+                kernel, _, arguments = _launch(some, weight, routing, bias, slots, state, norm)
+                self._ahead.start(kernel, traits(kernel, arguments), arguments)
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        routing: Routing,
+        bias: Tensor | None,
+        slots: Tensor,
+        state: RouterState,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert x.stride(1) == 1 and x.dtype == weight.dtype == norm_weight.dtype
+        assert weight.is_contiguous() and len(x) <= NORM_GATE_TOKENS
+        if not len(x):
+            return torch.empty_like(x), *_outputs(x, routing)
+        self._ahead.wait()
+        norm = norm_weight, eps
+        kernel, grid, arguments = _launch(x, weight, routing, bias, slots, state, norm)
+        kernel[grid](**arguments)
+        return arguments["normed"], arguments["ids"], arguments["weights"]
 
 
 gate = Gate()
+norm_gate = NormGate()
 
 
 def _outputs(x: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -226,11 +304,12 @@ def _launch(
     bias: Tensor | None,
     slots: Tensor,
     state: RouterState,
-    ids: Tensor,
-    weights: Tensor,
+    norm: tuple[Tensor, float] | None = None,
 ) -> tuple[JITFunction, tuple[int, ...], dict[str, Any]]:
-    """Kernel, grid and arguments for x [T, H], T > 0. Many tokens' logits are made here."""
+    """Kernel, grid and arguments for x [T, H], T > 0, of whose `norm`, weight and eps, logits may
+    be. Many tokens' logits are made here."""
     num_tokens, (num_experts, hidden) = len(x), weight.shape
+    ids, weights = _outputs(x, routing)
     shared = {
         "bias": bias,
         "slots": slots,
@@ -252,8 +331,12 @@ def _launch(
     tokens = triton.cdiv(num_tokens, blocks.block_t)
     assert tokens <= ROUTER_ARRIVALS
     sums = (splits, num_tokens, num_experts)
+    norm_weight, eps = norm or (None, 0.0)
     few = {
         "x": x,
+        "norm_weight": norm_weight,
+        "normed": None if norm is None else x.new_empty(x.shape),
+        "eps": eps,
         "weight": weight,
         "arrivals": state.arrivals,
         "partials": torch.empty(sums, dtype=torch.float32, device=x.device),
@@ -285,4 +368,4 @@ def _options(routing: Routing, num_experts: int) -> dict[str, Any]:
     }
 
 
-TRITON_ROUTER = SimpleNamespace(gate=gate)
+TRITON_ROUTER = SimpleNamespace(gate=gate, norm_gate=norm_gate)

@@ -7,6 +7,7 @@ The edges:
 - `silu(gate) * up` of one merged product moves into its kernel, if that can.
 - where a norm or `silu(gate) * up` is read by one product alone, whose kernel rounds its input, the
   kernel makes it rounded in the same pass.
+- the norm of such a sum and the router of experts that read it become one `norm_gate`.
 """
 
 import operator
@@ -16,11 +17,13 @@ from torch import Tensor, fx, nn
 from rackmount_registry.axes import Group
 from rackmount_registry.formats import Rounded
 from rackmount_registry.mount.trace import module_of
+from rackmount_registry.nn.experts import Experts
 from rackmount_registry.nn.linear import Gemm, Linear, MergedLinear
 from rackmount_registry.nn.mlp import SiluMul
 from rackmount_registry.nn.norm import Norm
 from rackmount_registry.nn.param import Param
 from rackmount_registry.nn.socket import Socket, reduce_over
+from rackmount_registry.ops import NORM_GATE_TOKENS
 
 
 class ReduceAddNorm(nn.Module):
@@ -57,6 +60,28 @@ class GemmAddNorm(nn.Module):
         return self.norm.of_sum(self.gemm(x), residual, self.reader)
 
 
+class GemmAddNormExperts(nn.Module):
+    """(x, residual) -> (norm(product of x + residual), the sum itself, the experts of the norm)."""
+
+    def __init__(self, fused: GemmAddNorm, experts: Experts) -> None:
+        super().__init__()
+        self.gemm, self.norm, self.experts = fused.gemm, fused.norm, experts
+        experts.norm_eps = fused.norm.eps
+
+    def forward(self, x: Tensor | Rounded, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if not self.gemm.adds(len(x)):
+            normed, total = self.norm.ops.add_rms_norm(
+                self.gemm(x), residual, self.norm.scale.tensor, self.norm.eps
+            )
+            return normed, total, self.experts(normed)
+        total = self.gemm.add(x, residual)
+        if len(total) > NORM_GATE_TOKENS:
+            normed = self.norm(total)
+            return normed, total, self.experts(normed)
+        normed, routed = self.experts.after_norm(total, self.norm.scale.tensor)
+        return normed, total, routed
+
+
 class GemmSiluMul(nn.Module):
     """x -> silu(first part) * second part of one product."""
 
@@ -83,10 +108,30 @@ def fuse(traced: fx.GraphModule) -> None:
             _fuse_add_norm(traced, node, norm, f"add_norm_{number}")
         elif (merged := _activated_product(traced, node)) is not None:
             _fuse_silu_mul(traced, merged, node, f"gemm_silu_mul_{number}")
+    for number, node in enumerate(list(traced.graph.nodes)):
+        if type(module_of(traced, node)) is Experts:
+            _fuse_router(traced, node, f"norm_experts_{number}")
     for node in traced.graph.nodes:
         _round_for_reader(traced, node)
     traced.graph.lint()
     traced.recompile()
+
+
+def _fuse_router(traced: fx.GraphModule, node: fx.Node, name: str) -> None:
+    """Puts experts, called here alone, into the module whose norm they read."""
+    experts, (normed,) = module_of(traced, node), node.args
+    assert isinstance(experts, Experts) and isinstance(normed, fx.Node)
+    if normed.target is not operator.getitem or normed.args[1] != 0 or not _is_only_call(node):
+        return
+    both = normed.args[0]
+    if not isinstance(both, fx.Node) or type(fused := module_of(traced, both)) is not GemmAddNorm:
+        return
+    traced.add_submodule(name, GemmAddNormExperts(fused, experts))
+    both.target = name
+    with traced.graph.inserting_after(both):
+        routed = traced.graph.call_function(operator.getitem, (both, 2))
+    node.replace_all_uses_with(routed)
+    traced.graph.erase_node(node)
 
 
 def _adds_rows(traced: fx.GraphModule, node: fx.Node) -> bool:

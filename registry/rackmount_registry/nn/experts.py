@@ -39,8 +39,10 @@ class Experts(Socket):
         bias: name, beside this socket, of a float32 vector [experts]; see `ops.route`.
     """
 
-    uses = frozenset({"gate"})
+    uses = frozenset({"gate", "norm_gate"})
     by_row = True
+    norm_eps: float | None = None
+    """Of the norm that it reads, where `after_norm` will be called; set by the mount."""
     kernel: ExpertKernel
     dispatcher: TokenDispatcher
     state: RouterState
@@ -196,7 +198,11 @@ class Experts(Socket):
     def finish(self) -> None:
         self.router = self.gate.finish().dequantize().to(self.dtype)
         slots = self.step.slots
-        prepare(self.ops.gate, self.router, self.routing, self._bias(), slots, self.state)
+        arguments = self.router, self.routing, self._bias(), slots, self.state
+        prepare(self.ops.gate, *arguments)
+        if self.norm_eps is not None:
+            row = self.router[:1]  # as a token's features are
+            prepare(self.ops.norm_gate, row, row[0], self.norm_eps, *arguments)
         bundle = ExpertBundle(gate_up=self.gate_up.finish(), down=self.down.finish())
         use = ExpertUse(top_k=self.routing.top_k, dtype=self.dtype)
         self.prepared = self.kernel.prepare(bundle, **told(self.kernel.prepare, use=use))
@@ -204,11 +210,26 @@ class Experts(Socket):
     def _bias(self) -> Tensor | None:
         return self.bias.tensor if self.bias is not None else None
 
+    def _slots(self) -> Tensor:
+        return wanted_rows(self.step, self.step.slots) if self.cut else self.step.slots
+
     def forward(self, x: Tensor) -> Tensor:
-        slots = wanted_rows(self.step, self.step.slots) if self.cut else self.step.slots
-        expert_ids, weights = self.ops.gate(
-            x, self.router, self.routing, self._bias(), slots, self.state
+        ids, weights = self.ops.gate(
+            x, self.router, self.routing, self._bias(), self._slots(), self.state
         )
+        return self._routed(x, ids, weights)
+
+    def after_norm(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """(norm of x [T, hidden] with the weight `scale`, the experts of that), of as few tokens
+        as `norm_gate` takes."""
+        assert self.norm_eps is not None
+        bias, slots = self._bias(), self._slots()
+        normed, ids, weights = self.ops.norm_gate(
+            x, scale, self.norm_eps, self.router, self.routing, bias, slots, self.state
+        )
+        return normed, self._routed(normed, ids, weights)
+
+    def _routed(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         given = self.dispatcher.dispatch(x, expert_ids, weights)
         return self.reduced(self.dispatcher.combine(self.kernel.run(given, self.prepared), given))
 
