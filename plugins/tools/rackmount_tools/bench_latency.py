@@ -50,7 +50,7 @@ COLUMNS = {
 }
 
 
-REST_S = 1.0
+REST_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
