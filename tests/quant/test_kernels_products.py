@@ -154,8 +154,9 @@ def test_scales_of_any_size_are_what_they_are(exponent: int) -> None:
         (40, 896, 128, 1, "none"),
         (64, 384, 128, 1, "silu_mul"),
         (12, 576, 32, 1, "add"),
+        (33, 288, 32, 2, "add"),
     ],
-    ids=["4 parts", "2 parts", "7 parts", "3 parts", "more parts than tokens"],
+    ids=["4 parts", "2 parts", "7 parts", "3 parts", "more parts than tokens", "one after another"],
 )
 def test_tiles_of_many_tokens_are_added_up_by_pieces(
     rows: int, columns: int, group: int, share: int, epilogue: str
