@@ -2,6 +2,8 @@
 
 import os
 import re
+import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,3 +24,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def asks_for_gpu(markexpr: str) -> bool:
     """Whether `-m` names the tests that need a GPU, and not to leave them out."""
     return re.search(r"(?<!\bnot )\bgpu\b", " ".join(markexpr.split())) is not None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> Iterator[None]:
+    """Where a test module has imported it."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if "triton.runtime.interpreter" in sys.modules:
+            from tests.helpers.interpreter import patch_once
+
+            patch_once(monkeypatch)
+        yield

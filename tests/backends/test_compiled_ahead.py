@@ -1,12 +1,9 @@
 """What an engine compiles before its first step is what steps launch, by Triton's own account."""
 
-import json
-import os
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
+from tests.helpers.specializations import Found, find
 
 OPERATIONS = Counter(build_batch=1, choose=2, embedding=1, norm=4, rotary_write=2, survey=2)
 """Kernels of the op set, and of how many kinds: `sample` has those of two dtypes, norms and rotary
@@ -17,19 +14,24 @@ UNUSED = {"linear", "place", "count"}
 """May be compiled for numbers of tokens that no step here has."""
 
 
-def find(case: str) -> tuple[Counter[str], Counter[str], set[str]]:
+LINEAR = {"linear", "silu_mul"}
+OTHERS = {
+    "llama": LINEAR,
+    "llama with an FP8 cache": LINEAR,
+    "llama with biases": LINEAR,
+    "qwen3-moe": {"linear", "gate", "route", "vector", "product", "combine", "place", "count"},
+}
+"""Case of the helper -> kernels that it launches beside."""
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Found]:
+    return find("first_step", OTHERS)
+
+
+def kinds_of(found: Found) -> tuple[Counter[str], Counter[str], set[str]]:
     """Names of kernels ahead of the first launch and of those launched, one for each kind, and what
     was launched and not compiled."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.first_step", case],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
     ahead, launched = Counter(found["ahead"]), set(found["launched"])
     assert set(ahead.values()) == {1}, "nothing is compiled twice"
     names = (Counter(map(name_of, each)) for each in (ahead, launched))
@@ -40,23 +42,12 @@ def name_of(kind: str) -> str:
     return kind.split(" ")[0].rpartition(".")[2].removesuffix("_kernel")
 
 
-@pytest.mark.parametrize(
-    ("case", "others"),
-    [
-        ("llama", {"linear", "silu_mul"}),
-        ("llama with an FP8 cache", {"linear", "silu_mul"}),
-        ("llama with biases", {"linear", "silu_mul"}),
-        (
-            "qwen3-moe",
-            {"linear", "gate", "route", "vector", "product", "combine", "place", "count"},
-        ),
-    ],
-)
+@pytest.mark.parametrize("case", OTHERS)
 def test_an_engine_launches_what_was_compiled_while_weights_loaded(
-    case: str, others: set[str]
+    case: str, results: dict[str, Found]
 ) -> None:
     """At prompts and decodes of one token to a thousand, sampled plainly and processed."""
-    ahead, launched, late = find(case)
+    (ahead, launched, late), others = kinds_of(results[case]), OTHERS[case]
     assert not late
     expected = OPERATIONS + ATTENTION
     assert Counter({name: launched[name] for name in expected}) == expected

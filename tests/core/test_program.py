@@ -119,8 +119,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("tp", [2, 4, 8])
-@pytest.mark.parametrize("case", CASES)
+QUICK = {
+    *(("llama", 2), ("llama", 8), ("llama with one KV head", 4), ("qwen3", 4)),
+    *(("qwen3 with wide heads", 8), ("qwen3-moe", 2), ("qwen3-moe", 8)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "tp"),
+    [
+        pytest.param(case, tp, marks=() if (case, tp) in QUICK else pytest.mark.slow)
+        for case in CASES
+        for tp in (2, 4, 8)
+    ],
+)
 def test_logits_and_text_of_any_number_of_ranks_equal_those_of_one(
     case: str, tp: int, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
@@ -113,14 +114,28 @@ def requests(draw: st.DrawFn) -> Request:
     )
 
 
-@settings(max_examples=400, deadline=None)
-@given(
-    batch=st.lists(requests(), min_size=1, max_size=4),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
-)
+BATCHES = st.lists(requests(), min_size=1, max_size=4)
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float64])
+
+
+@settings(max_examples=120, deadline=None)
+@given(batch=BATCHES, dtype=DTYPES)
 def test_a_batch_gives_the_tokens_of_the_definition(
     batch: list[Request], dtype: torch.dtype
 ) -> None:
+    check(batch, dtype)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000, deadline=None)
+@given(batch=BATCHES, dtype=DTYPES)
+def test_any_batch_of_many_gives_the_tokens_of_the_definition(
+    batch: list[Request], dtype: torch.dtype
+) -> None:
+    check(batch, dtype)
+
+
+def check(batch: list[Request], dtype: torch.dtype) -> None:
     table = SamplingTable(len(batch), V, torch.device("cpu"))
     token_ids = np.zeros((len(batch), 16), np.int64)
     for row, request in enumerate(batch):

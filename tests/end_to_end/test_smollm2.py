@@ -10,6 +10,9 @@ from tests.helpers.engines import assert_idle, greedy, tokens_of
 from rackmount import Engine, SamplingParams
 
 LENGTH = 64
+"""Tokens of a prompt."""
+SHORT, LONG = 24, 64
+"""Tokens of an answer, in the quick lane and in the slow one."""
 
 TEXTS = [
     "The history of the printing press begins long before Gutenberg. In China, printers carved "
@@ -41,9 +44,10 @@ def prompts(smollm2: Engine) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(prompts: list[list[int]]) -> list[list[int]]:
-    """What `transformers` generates, from the tensors that the same reader gives."""
-    ids = torch.tensor(prompts)
+def expected(prompts: list[list[int]], request: pytest.FixtureRequest) -> list[list[int]]:
+    """What `transformers` generates, from the tensors that the same reader gives: so many tokens as
+    the test that asks wants."""
+    ids, length = torch.tensor(prompts), request.param
     assert ids.shape == (5, LENGTH)
     model: Any = oracle("smollm2-135m", torch.float32)
     with torch.inference_mode():
@@ -51,32 +55,37 @@ def expected(prompts: list[list[int]]) -> list[list[int]]:
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
-            min_new_tokens=LENGTH,
-            max_new_tokens=LENGTH,
+            min_new_tokens=length,
+            max_new_tokens=length,
             pad_token_id=0,
         )
     answers: list[list[int]] = generated[:, LENGTH:].tolist()
-    assert all(len(answer) == LENGTH for answer in answers)
+    assert all(len(answer) == length for answer in answers)
     return answers
 
 
+@pytest.mark.parametrize(
+    "expected", [SHORT, pytest.param(LONG, marks=pytest.mark.slow)], indirect=True
+)
 def test_greedy_text_of_five_prompts_together_equals_transformers(
     smollm2: Engine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
-    outputs = smollm2.generate(prompts, greedy(LENGTH))  # type: ignore[arg-type]
+    outputs = smollm2.generate(prompts, greedy(len(expected[0])))  # type: ignore[arg-type]
     assert [output.token_ids for output in outputs] == expected
     assert [output.text for output in outputs] == smollm2.tokenizer.batch_decode(expected)
     assert_idle(smollm2)
 
 
 @pytest.mark.parametrize(
-    "index", [0, 3, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 4))]
+    ("expected", "index"),
+    [(SHORT, 0), *(pytest.param(LONG, i, marks=pytest.mark.slow) for i in range(5))],
+    indirect=["expected"],
 )
 def test_greedy_text_of_a_prompt_alone_equals_transformers(
     index: int, smollm2: Engine, prompts: list[list[int]], expected: list[list[int]]
 ) -> None:
     smollm2.reset_prefix_cache()
-    assert tokens_of(smollm2, [prompts[index]], greedy(LENGTH)) == [expected[index]]
+    assert tokens_of(smollm2, [prompts[index]], greedy(len(expected[0]))) == [expected[index]]
 
 
 def test_it_knows_the_capital_of_france(smollm2: Engine) -> None:

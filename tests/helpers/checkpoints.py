@@ -1,18 +1,24 @@
-"""Tiny random checkpoints, as `transformers` saves them."""
+"""Tiny random checkpoints, as `transformers` saves them.
+
+It is imported by who needs it: that takes seconds, and processes that tests start import this, too.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import copytree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from rackmount_quant.w8 import quantize_rows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FAMILIES = {
     "llama": "Llama",
@@ -50,6 +56,8 @@ def tiny_checkpoint(
     Norms scale by 0.5 to 1.5, biases are about as large as what they are added to, and logits have
     a standard deviation above 1: nothing that could be left out goes unseen.
     """
+    import transformers
+
     sizes = SIZES | EXPERT_SIZES.get(family, {}) | overrides
     config = getattr(transformers, f"{FAMILIES[family]}Config")(**sizes)
     torch.manual_seed(seed)

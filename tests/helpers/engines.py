@@ -1,19 +1,22 @@
 """Engines on tiny checkpoints, and what must hold of every engine."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from tests.helpers.checkpoints import edit_tensors, tiny_checkpoint
 from tests.helpers.mounting import plugins
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from rackmount import Engine, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 BOS, EOS, END_OF_TURN, NUM_BYTE_IDS = 256, 257, 258, 260
 
@@ -64,6 +67,9 @@ def assert_idle(engine: Engine) -> None:
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """Id = byte, then "<bos>", "<eos>" and "<turn>"."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     vocab = {char: byte for byte, char in bytes_to_unicode().items()}
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -1,9 +1,34 @@
-"""Triton's interpreter, where numpy has outgrown it."""
+"""Triton's interpreter, where numpy has outgrown it, and where it does the same over and over."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
+
+
+def patch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a launch patch `triton.language` once: Triton 3.6 does so again at every call of a
+    function by a kernel, which is half of the time that most kernels take."""
+    original = interpreter._patch_lang
+    patched: set[ModuleType] = set()
+
+    def patch(fn: Callable[..., Any]) -> interpreter._LangPatchScope:
+        modules = {each for each in fn.__globals__.values() if each is tl or each is tl.core}
+        if patched and modules <= patched:
+            return interpreter._LangPatchScope()
+        scope = original(fn)
+        if not patched:  # a kernel is launched; scopes of the functions it calls are never restored
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        patched.update(modules)
+        return scope
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch)
 
 
 def mend_loops(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,18 +1,20 @@
 """What Triton would compile, found without a GPU and without compiling. Run as a program, in a
 process of its own: the tests' own interprets kernels. `find` does it.
 
-Usage: python -m tests.helpers.specializations experts|linear|router CASE: prints a JSON object with
-two lists of what kernels are specialized for, "ahead" of the first launch and "launched".
+Usage: python -m tests.helpers.specializations CASE..., each as "experts CASE", "linear CASE" or
+"router CASE": prints for each a JSON object with two lists of what kernels are specialized for,
+"ahead" of the first launch and "launched".
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -51,19 +53,30 @@ NUM_SMS = 132
 TOKENS = (*range(1, 70), *(n + d for n in (128, 256, 512, 1024, 2048, 8192) for d in (-1, 0, 1)))
 
 
-def find(*asked: str) -> Found:
-    """In a process where kernels are not interpreted."""
+def find(program: str, cases: Iterable[str]) -> dict[str, Found]:
+    """What a module of helpers prints for its cases, where kernels are not interpreted."""
+    asked = list(cases)
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "tests.helpers.specializations", *asked],
+        [sys.executable, "-m", f"tests.helpers.{program}", *asked],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    found: Found = json.loads(done.stdout)
-    return found
+    return dict(zip(asked, map(json.loads, done.stdout.splitlines()), strict=True))
+
+
+def report(search: Callable[[str], Found], cases: Iterable[str]) -> None:
+    """Prints what each case comes to, in a process of its own: a copy of this one, as to import all
+    takes longer than to search."""
+    for case in cases:
+        process = get_context("fork").Process(target=lambda c=case: print(json.dumps(search(c))))
+        process.start()
+        process.join()
+        if process.exitcode:
+            sys.exit(f"{case} has failed")
 
 
 def names_of(found: list[str]) -> set[str]:
@@ -172,6 +185,10 @@ def router(case: str) -> Found:
     return found
 
 
+def search(asked: str) -> Found:
+    kind, case = asked.split(" ", 1)
+    return {"experts": experts, "linear": linear, "router": router}[kind](case)
+
+
 if __name__ == "__main__":
-    found = {"experts": experts, "linear": linear, "router": router}[sys.argv[1]](sys.argv[2])
-    print(json.dumps(found))
+    report(search, sys.argv[1:])

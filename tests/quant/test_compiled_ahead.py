@@ -1,21 +1,30 @@
 """Products of few rows launch what was compiled while weights loaded, by Triton's own account."""
 
 import pytest
-from tests.helpers.specializations import WEIGHTS, find, names_of
+from tests.helpers.specializations import WEIGHTS, Found, find, names_of
+
+CASES = (*WEIGHTS, "one row: int4 groups with zeros")
 
 
-@pytest.mark.parametrize("case", [*WEIGHTS, "one row: int4 groups with zeros"])
-def test_products_in_float16_launch_what_was_compiled_ahead_and_no_more(case: str) -> None:
+@pytest.fixture(scope="module")
+def results() -> dict[str, Found]:
+    return find("specializations", [f"linear {case}" for case in (*CASES, "rounded")])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_in_float16_launch_what_was_compiled_ahead_and_no_more(
+    case: str, results: dict[str, Found]
+) -> None:
     """With every epilogue, with a bias and without, and nothing twice though layers are alike."""
-    found = find("linear", case)
+    found = results[f"linear {case}"]
     assert set(found["launched"]) == set(found["ahead"])
     assert len(set(found["ahead"])) == len(found["ahead"])
     alone = {"one_row"} if "one row" in case else set()
     assert names_of(found["launched"]) == {"few_rows"} | alone
 
 
-def test_products_of_rounded_rows_are_compiled_ahead_too() -> None:
-    found = find("linear", "rounded")
+def test_products_of_rounded_rows_are_compiled_ahead_too(results: dict[str, Found]) -> None:
+    found = results["linear rounded"]
     ahead, launched = (
         {each for each in found[when] if names_of([each]) == {"few_rows"}}
         for when in ("ahead", "launched")
