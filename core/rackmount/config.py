@@ -79,8 +79,8 @@ class EngineConfig:
     """Compute prompts beside tokens that are decoded; otherwise first, by themselves, as long as
     they fill steps and the pool has room for running requests as well: batches then decode in full,
     for more tokens a second, and answers pause while many prompts arrive. None is True where
-    requests come from outside, in an `AsyncEngine` and so in servers, and False in an `Engine`,
-    which works through what it is given."""
+    requests come from outside, in an `AsyncEngine` and so in servers, and where they have
+    priorities; False else in an `Engine`, which works through what it is given."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
     async_scheduling: bool | None = None
@@ -147,6 +147,13 @@ class EngineConfig:
         for name in ("dp", "ep"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not supported; choose {name}=1")
+
+    @property
+    def mixes_steps(self) -> bool:
+        """`enable_mixed_steps`, resolved as for an `Engine`."""
+        if self.enable_mixed_steps is None:
+            return self.scheduling_policy == "priority"
+        return self.enable_mixed_steps
 
     @property
     def requested_parts(self) -> Mapping[str, str]:

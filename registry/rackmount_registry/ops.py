@@ -158,8 +158,8 @@ def gate(
 
 
 NORM_GATE_TOKENS = 8
-"""Most that `norm_gate` is called for: each of the programs that share a token's logits has to make
-its norm again."""
+"""Most that `norm_gate` is called for. A kernel has the programs that share a token's logits make
+its norm again each, which pays while tokens are few."""
 
 
 def norm_gate(

@@ -12,6 +12,8 @@ ATTENTION = Counter(_decode=1, _prefill=2)
 """One for any number of requests that decode, and one each for short and long chunks."""
 UNUSED = {"linear", "place", "count"}
 """May be compiled for numbers of tokens that no step here has."""
+IN_PART = UNUSED | {"gate"}
+"""Not all are launched that were compiled: few tokens have their norm with the router."""
 
 
 LINEAR = {"linear", "silu_mul"}
@@ -52,4 +54,4 @@ def test_an_engine_launches_what_was_compiled_while_weights_loaded(
     expected = OPERATIONS + ATTENTION
     assert Counter({name: launched[name] for name in expected}) == expected
     assert set(launched) | UNUSED & others == set(expected) | others
-    assert {name for name in ahead if ahead[name] > launched[name]} <= UNUSED
+    assert {name for name in ahead if ahead[name] > launched[name]} <= IN_PART

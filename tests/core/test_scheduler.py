@@ -61,6 +61,34 @@ def test_prompts_held_to_a_threshold_fill_no_step() -> None:
     assert counts_of_step(scheduler) == {"b": 3, "c": 3, "d": 2}
 
 
+def test_prompts_without_a_row_fill_no_step() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=8, max_num_seqs=2, enable_mixed_steps=False)
+    for index, name in enumerate("abcd"):
+        prompt = range(10 * index, 10 * index + 6)
+        scheduler.add(request_of(name, prompt, max_tokens=3 if name == "a" else 9))
+    assert [counts_of_step(scheduler) for _ in range(2)] == [{"a": 6, "b": 2}, {"a": 1, "b": 4}]
+    assert counts_of_step(scheduler) == {"a": 1, "b": 1}
+    assert counts_of_step(scheduler) == {"b": 1, "c": 6}
+
+
+def test_what_the_prefix_cache_has_fills_no_step() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=16, block_size=4, enable_mixed_steps=False)
+    scheduler.add(request_of("a", range(14), max_tokens=9))
+    assert counts_of_step(scheduler) == {"a": 14}
+    scheduler.add(request_of("b", range(15)))
+    scheduler.add(request_of("c", range(13)))
+    assert counts_of_step(scheduler) == {"a": 1, "b": 3, "c": 1}
+
+
+def test_the_last_token_of_a_prompt_is_of_the_prompt() -> None:
+    scheduler = scheduler_of(max_num_batched_tokens=8, enable_mixed_steps=False)
+    scheduler.add(request_of("a", range(9)))
+    scheduler.add(request_of("b", range(100, 110)))
+    scheduler.add(request_of("c", range(200, 210)))
+    assert counts_of_step(scheduler) == {"a": 8}
+    assert counts_of_step(scheduler) == {"a": 1, "b": 7}
+
+
 def test_a_prompt_waits_for_decoding_where_it_would_take_its_last_blocks() -> None:
     scheduler = scheduler_of(
         max_num_batched_tokens=11, num_blocks=4, block_size=4, enable_mixed_steps=False

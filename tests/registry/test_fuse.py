@@ -1,23 +1,20 @@
 """The fused step does what the textbook code says, on one rank and on two."""
 
 from collections import Counter
-from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.checkpoints import random_ids, tiny_checkpoint
-from tests.helpers.counting import CountingKernel, CountingOps, dense_kernel
+from tests.helpers.counting import CountingKernel, CountingOps, RoundingKernel, dense_kernel
 from tests.helpers.memory import MemoryCheckpoint, draft_module, random_tensors
 from tests.helpers.mounting import Reference, chosen_parts, mount_draft, mount_reference
 from tests.helpers.ranks import ThreadGroup
 from torch import Tensor, nn
 
 from rackmount_registry.axes import Mesh
-from rackmount_registry.formats import Rounded, Weight
 from rackmount_registry.nn import Axis, Embedding, GatedMLP, Linear, Norm, Param
-from rackmount_registry.ops import reference_ops
 
 HIDDEN, FFN, VOCAB = 8, 12, 11
 IDS = random_ids(9, VOCAB)
@@ -282,44 +279,6 @@ def test_a_share_of_a_sum_over_ranks_is_added_after_the_sum() -> None:
     )
     whole = MemoryCheckpoint(random_tensors(draft_module(Textbook)))
     assert deferred(mount_draft(drafted, whole, parts=parts)) == DEFERRED[Textbook]
-
-
-class RoundingKernel(CountingKernel):
-    """A kernel that takes its input halved, with the scale 2, for `least` rows or more."""
-
-    def __init__(self, least: int = 0) -> None:
-        super().__init__(most_added=0)
-        self.least = least
-        self.uses: dict[int, tuple[str, ...]] = {}
-
-    def prepare(self, weight: Weight, uses: Collection[str] = ()) -> Tensor:
-        prepared = super().prepare(weight, uses)
-        self.uses[id(prepared)] = tuple(uses)
-        return prepared
-
-    def rounds(self, prepared: Tensor, num_rows: int) -> bool:
-        return num_rows >= self.least
-
-    def round_norm(
-        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, prepared: Tensor
-    ) -> tuple[Rounded, Tensor]:
-        self.calls["round_norm"] += 1
-        total = x if residual is None else x + residual
-        return self._halved(reference_ops().rms_norm(total, weight, eps)), total
-
-    def round_silu_mul(self, gate: Tensor, up: Tensor, prepared: Tensor) -> Rounded:
-        self.calls["round_silu_mul"] += 1
-        return self._halved(reference_ops().silu_mul(gate, up))
-
-    def _halved(self, x: Tensor) -> Rounded:
-        return Rounded(x / 2, torch.tensor(2.0))
-
-    def run(self, x: Tensor | Rounded, prepared: Tensor, bias: Tensor | None) -> Tensor:
-        assert "run" in self.uses[id(prepared)], "it was told so"
-        if isinstance(x, Rounded):
-            self.calls["rounded"] += 1
-            x = x.values * x.scales
-        return super().run(x, prepared, bias)
 
 
 class NormReadByThree(Shape):

@@ -9,6 +9,8 @@ from tests.helpers.memory import draft_module
 from tests.helpers.mounting import chosen_parts, plugins
 from torch import nn
 
+from rackmount_backends import plugin as backends
+from rackmount_moe import plugin as moe
 from rackmount_moe.local import LocalDispatcher
 from rackmount_moe.torch_experts import TorchExperts
 from rackmount_quant.w8 import INT8_ROWS
@@ -173,6 +175,18 @@ def some_plugin(ops: tuple[str, ...], factory: str = TORCH_OPS) -> SimpleNamespa
         return [LinearKernel(name="mine", factory=dense, band="vendor", cells=cells)]
 
     return SimpleNamespace(op_sets=op_sets, linear_kernels=linear_kernels)
+
+
+def test_a_router_of_ones_own_is_not_passed_over() -> None:
+    """By an operation of another op set that has its own."""
+    mine = some_plugin(tuple(set(OPS) - {"norm_gate"}))
+    manager = PluginManager.from_modules(
+        {"rackmount-plugins-backends": backends, "rackmount-plugins-moe": moe, "mine": mine}
+    )
+    for name, offers in (("mine", False), ("torch", True)):
+        choice = select_parts(manager, sparse(), CPU, requested={OpSet.kind: name})
+        assert choice.ops["gate"].require().name == name
+        assert ("norm_gate" in choice.ops) is offers
 
 
 def broken_plugin() -> SimpleNamespace:

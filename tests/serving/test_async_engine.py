@@ -106,6 +106,8 @@ def test_its_steps_mix_prompts_with_decoding_unless_told_otherwise(folder: Path)
     assert asyncio.run(mixed(enable_mixed_steps=False)) is False
     with Engine(folder, **SMALL) as engine:
         assert not engine.core.limits.enable_mixed_steps
+    with Engine(folder, scheduling_policy="priority", **SMALL) as engine:
+        assert engine.core.limits.enable_mixed_steps
 
 
 def test_answers_are_those_of_the_engine_whole_and_in_chunks(folder: Path, served: Served) -> None:

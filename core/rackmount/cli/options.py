@@ -49,7 +49,7 @@ class EngineOptions:
     enable_prefix_caching: Annotated[bool, _engine("Reuse the KV of shared prefixes.")] = True
     enable_mixed_steps: Annotated[
         bool | None,
-        _engine("Compute prompts beside tokens that are decoded, not before; in servers, yes."),
+        _engine("Compute prompts beside tokens that are decoded; by default in servers alone."),
     ] = None
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
     async_scheduling: Annotated[

@@ -88,7 +88,7 @@ class EngineCore:
             long_prefill_token_threshold=config.long_prefill_token_threshold,
             policy="priority" if config.scheduling_policy == "priority" else "fcfs",
             enable_prefix_caching=config.enable_prefix_caching,
-            enable_mixed_steps=bool(config.enable_mixed_steps),
+            enable_mixed_steps=config.mixes_steps,
         )
         self.scheduler = Scheduler(self.limits)
         ahead = config.async_scheduling

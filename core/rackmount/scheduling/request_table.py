@@ -19,6 +19,8 @@ class RequestTable:
         """Prompt and output, `num_tokens` of them; `token_blocks` is the same by block."""
         self.num_tokens = np.zeros(max_num_seqs, np.int64)
         """Known tokens and those that a step in flight will sample."""
+        self.num_admitted = np.zeros(max_num_seqs, np.int64)
+        """Those that it began with."""
         self.num_computed = np.zeros(max_num_seqs, np.int64)
         """Tokens that have their KV once the steps in flight are done."""
         self.max_computed = np.zeros(max_num_seqs, np.int64)
@@ -36,10 +38,15 @@ class RequestTable:
         """Puts a request with its tokens into a free row. The caller sets the other columns."""
         row = self.free_rows.pop()
         self.token_ids[row, : token_ids.size] = token_ids
-        self.num_tokens[row] = token_ids.size
+        self.num_tokens[row] = self.num_admitted[row] = token_ids.size
         self.live[row] = True
         self.requests[row] = request
         return row
+
+    def prefills(self, rows: np.ndarray) -> np.ndarray:
+        """Which of the rows have tokens to compute that they began with."""
+        still: np.ndarray = self.num_computed[rows] < self.num_admitted[rows]
+        return still
 
     def vacate(self, row: int) -> None:
         self.requests[row] = None

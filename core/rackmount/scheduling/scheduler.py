@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rackmount.scheduling.admission import check_request, max_length
-from rackmount.scheduling.block_pool import BlockPool
+from rackmount.scheduling.block_pool import Block, BlockPool
 from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.plan import Growth, RowAdmission, StepPlan
 from rackmount.scheduling.prefix_cache import PrefixCache
@@ -154,17 +154,27 @@ class Scheduler:
         return self._schedule(prompts_only=False)
 
     def _prompts_fill_a_step(self) -> bool:
-        """Whether prompts that are here would take the whole budget of a step, if none of them was
-        in the prefix cache. Those that do not are better computed beside what decodes."""
+        """Whether prompts that are here, and may begin, take the whole budget of a step. Those that
+        do not are better computed beside what decodes."""
         table, rows, budget = self._table, self._running, self.config.max_num_batched_tokens
         most = self.config.long_prefill_token_threshold or budget
-        left = table.num_tokens[rows] - table.num_computed[rows]
-        found = int(np.minimum(left[left > 1], most).sum())
+        left = (table.num_tokens[rows] - table.num_computed[rows])[table.prefills(rows)]
+        found = int(np.minimum(left, most).sum())
+        turned_away, num_taken = self._turned_away
         for request in islice(self._waiting, len(table.free_rows)):
+            if request is turned_away and not self.pool.can_allocate(num_taken):
+                break
             if found >= budget:
                 break
-            found += min(request.num_tokens, most)
+            num_cached = len(self._hits(request, request.token_ids)) * self.config.block_size
+            found += min(request.num_tokens - num_cached, most)
         return found >= budget
+
+    def _hits(self, request: Request, token_ids: np.ndarray) -> list[Block]:
+        """Cached blocks that the request, which waits with these tokens, may begin with."""
+        if not self.config.enable_prefix_caching or not request.use_cached_prefix:
+            return []
+        return self._prefix_cache.match(request, token_ids)
 
     def _schedule(self, *, prompts_only: bool) -> StepPlan | None:
         table, budget = self._table, self.config.max_num_batched_tokens
@@ -174,7 +184,7 @@ class Scheduler:
         if self.config.long_prefill_token_threshold:
             np.minimum(counts, self.config.long_prefill_token_threshold, out=counts)
         if prompts_only:
-            counts[counts == 1] = 0
+            counts[~table.prefills(rows)] = 0
         if int(counts.sum()) > budget:
             counts = np.clip(budget - (np.cumsum(counts) - counts), 0, counts)
         short = self._short(rows, starts, counts)
@@ -307,8 +317,7 @@ class Scheduler:
             if request is turned_away and not pool.can_allocate(num_taken):
                 break  # no look at its prefix: every step would pay for the length of it
             token_ids = request.token_ids
-            looked_up = config.enable_prefix_caching and request.use_cached_prefix
-            hits = self._prefix_cache.match(request, token_ids) if looked_up else []
+            hits = self._hits(request, token_ids)
             num_computed = len(hits) * config.block_size
             count = min(token_ids.size - num_computed, budget)
             if config.long_prefill_token_threshold:
@@ -330,7 +339,7 @@ class Scheduler:
             admitted.append(self._enter(request, token_ids, num_computed))
             counts.append(count)
             budget -= count
-            if looked_up:
+            if config.enable_prefix_caching and request.use_cached_prefix:
                 self.totals.total_prefix_queries += token_ids.size
                 self.totals.total_prefix_hits += num_computed
         return admitted, counts

@@ -6,9 +6,9 @@ output_len. The steady step is the median of steps in which all requests decode,
 clock sees them where they run in this process, else the host's. The experts that decode steps
 touch are counted in a run of their own, and their floor counts these.
 
-A GPU rests before each timed run. One that has just computed much is slower for a while: on an H200
-prefill of 16 x 1024 tokens takes 364 ms after a rest and 375 to 391 ms after another prefill, which
-would count as 0.1 to 0.2 ms of each decode step.
+A GPU rests before each run of that difference. One that has just computed much is slower for a
+while: on an H200 prefill of 16 x 1024 tokens takes 364 ms after a rest and 375 to 391 ms after
+another prefill, which would count as 0.1 to 0.2 ms of each decode step.
 """
 
 import statistics
@@ -51,6 +51,7 @@ COLUMNS = {
 
 
 REST_S = 0.5
+"""Clocks are back after some 60 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,8 @@ The edges:
 - `silu(gate) * up` of one merged product moves into its kernel, if that can.
 - where a norm or `silu(gate) * up` is read by one product alone, whose kernel rounds its input, the
   kernel makes it rounded in the same pass.
-- the norm of such a sum and the router of experts that read it become one `norm_gate`.
+- where experts read the norm that follows a product's `add`, norm and router of few tokens are one
+  `norm_gate`, if that and `gate` come from one op set.
 """
 
 import operator
@@ -66,19 +67,18 @@ class GemmAddNormExperts(nn.Module):
     def __init__(self, fused: GemmAddNorm, experts: Experts) -> None:
         super().__init__()
         self.gemm, self.norm, self.experts = fused.gemm, fused.norm, experts
-        experts.norm_eps = fused.norm.eps
+        experts.norm_eps = self.norm.eps
 
-    def forward(self, x: Tensor | Rounded, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        ops, norm = self.norm.ops, (self.norm.scale.tensor, self.norm.eps)
         if not self.gemm.adds(len(x)):
-            normed, total = self.norm.ops.add_rms_norm(
-                self.gemm(x), residual, self.norm.scale.tensor, self.norm.eps
-            )
+            normed, total = ops.add_rms_norm(self.gemm(x), residual, *norm)
             return normed, total, self.experts(normed)
         total = self.gemm.add(x, residual)
         if len(total) > NORM_GATE_TOKENS:
-            normed = self.norm(total)
+            normed = ops.rms_norm(total, *norm)
             return normed, total, self.experts(normed)
-        normed, routed = self.experts.after_norm(total, self.norm.scale.tensor)
+        normed, routed = self.experts.after_norm(total, *norm)
         return normed, total, routed
 
 
@@ -119,12 +119,15 @@ def fuse(traced: fx.GraphModule) -> None:
 
 def _fuse_router(traced: fx.GraphModule, node: fx.Node, name: str) -> None:
     """Puts experts, called here alone, into the module whose norm they read."""
-    experts, (normed,) = module_of(traced, node), node.args
-    assert isinstance(experts, Experts) and isinstance(normed, fx.Node)
-    if normed.target is not operator.getitem or normed.args[1] != 0 or not _is_only_call(node):
+    experts = module_of(traced, node)
+    assert isinstance(experts, Experts)
+    if not hasattr(experts.ops, "norm_gate") or not _is_only_call(node) or node.kwargs:
         return
-    both = normed.args[0]
-    if not isinstance(both, fx.Node) or type(fused := module_of(traced, both)) is not GemmAddNorm:
+    (normed,) = node.all_input_nodes
+    if normed.target is not operator.getitem or normed.args[1] != 0:
+        return
+    (both,) = normed.all_input_nodes
+    if type(fused := module_of(traced, both)) is not GemmAddNorm:
         return
     traced.add_submodule(name, GemmAddNormExperts(fused, experts))
     both.target = name

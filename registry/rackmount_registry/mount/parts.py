@@ -135,15 +135,18 @@ def select_parts(
     kernels = manager.offers(LinearKernelDescriptor.kind)
     if not formats["expert"]:
         _refuse_unused(asked)
+    ops = choose_ops(
+        manager.offers(OpSet.kind),
+        demand,
+        [op for op in OPS if op in used],
+        asked.get(OpSet.kind, "auto"),
+        opted_in,
+        manager.broken,
+    )
+    if "norm_gate" in ops and ops["norm_gate"].winner is not ops["gate"].winner:
+        del ops["norm_gate"]  # the mount does without it; nobody's router is passed over
     return PartsChoice(
-        ops=choose_ops(
-            manager.offers(OpSet.kind),
-            demand,
-            [op for op in OPS if op in used],
-            asked.get(OpSet.kind, "auto"),
-            opted_in,
-            manager.broken,
-        ),
+        ops=ops,
         linear=choose_each(
             LinearKernelDescriptor.kind,
             kernels,

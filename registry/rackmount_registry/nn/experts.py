@@ -42,7 +42,7 @@ class Experts(Socket):
     uses = frozenset({"gate", "norm_gate"})
     by_row = True
     norm_eps: float | None = None
-    """Of the norm that it reads, where `after_norm` will be called; set by the mount."""
+    """Of the norm that `after_norm` will be called for; None: it will not. Set by the mount."""
     kernel: ExpertKernel
     dispatcher: TokenDispatcher
     state: RouterState
@@ -219,13 +219,13 @@ class Experts(Socket):
         )
         return self._routed(x, ids, weights)
 
-    def after_norm(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    def after_norm(self, x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(norm of x [T, hidden] with the weight `scale`, the experts of that), of as few tokens
         as `norm_gate` takes."""
-        assert self.norm_eps is not None
+        assert eps == self.norm_eps
         bias, slots = self._bias(), self._slots()
         normed, ids, weights = self.ops.norm_gate(
-            x, scale, self.norm_eps, self.router, self.routing, bias, slots, self.state
+            x, scale, eps, self.router, self.routing, bias, slots, self.state
         )
         return normed, self._routed(normed, ids, weights)
 
