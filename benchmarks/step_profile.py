@@ -11,6 +11,8 @@ comes after them. The host's clock gives the whole step over other steps, unobse
 
 import argparse
 import json
+import shlex
+import sys
 import time
 from collections import defaultdict
 from itertools import pairwise
@@ -49,7 +51,14 @@ def main() -> None:
             show(name, each)
     if args.out:
         machine = describe_machine("torch", "triton") | {"device": torch.cuda.get_device_name()}
-        record = {"machine": machine, "model": args.model, "engine": given, "steps": figures}
+        command = shlex.join(["python", *sys.argv])
+        record = {
+            "command": command,
+            "machine": machine,
+            "model": args.model,
+            "engine": given,
+            "steps": figures,
+        }
         args.out.write_text(json.dumps(record, indent=1) + "\n")
 
 
