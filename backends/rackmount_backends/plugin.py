@@ -18,6 +18,7 @@ OPS = (
     "rotary_write",
     "embedding",
     "build_batch",
+    "penalize",
     "sample",
 )
 """What both op sets have."""

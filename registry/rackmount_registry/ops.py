@@ -200,12 +200,33 @@ def build_batch(
     block_table[:, :num_blocks] = block_tables[rows, :num_blocks]
 
 
+IN_PROMPT = -(2**31)
+"""The sign bit of a count: the token is in the prompt. The others count it in the output."""
+
+
+def penalize(logits: Tensor, rows: Tensor, factors: Tensor, counts: Tensor) -> None:
+    """Penalties on logits [R, V], float32 at least, in place.
+
+    Integers rows [R] of N. Of each row, factors float64 [N, 3], rounded to the logits' dtype:
+    repetition, frequency, presence; and counts int32 [N, V] (see `IN_PROMPT`). Tokens that are
+    there are repeated: divided by the first where above 0, else multiplied. Then frequency times
+    the count in the output, plus presence where that is not 0, is subtracted. All other tokens, and
+    the rows whose factors are 1, 0, 0, keep their numbers.
+    """
+    repetition, frequency, presence = factors[rows].to(logits.dtype).T.unsqueeze(-1)
+    counts = counts[rows]
+    num_output = counts & ~IN_PROMPT
+    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalized -= frequency * num_output + presence * (num_output > 0)
+    torch.where(counts != 0, penalized, logits, out=logits)
+
+
 SOCKET_OPS = (
     *("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding"),
     *("gate", "norm_gate"),
 )
 """Operations that sockets call."""
-STEP_OPS = ("build_batch", "sample")
+STEP_OPS = ("build_batch", "penalize", "sample")
 """Operations of the step around the model."""
 OPS = SOCKET_OPS + STEP_OPS
 """Names that an op set may offer."""
@@ -223,6 +244,7 @@ class Ops:
     gate = staticmethod(gate)
     norm_gate = staticmethod(norm_gate)
     build_batch = staticmethod(build_batch)
+    penalize = staticmethod(penalize)
     sample = staticmethod(sample)
 
 

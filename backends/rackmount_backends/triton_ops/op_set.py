@@ -10,6 +10,7 @@ from rackmount_backends.triton_ops.activation import silu_mul
 from rackmount_backends.triton_ops.batch import build_batch
 from rackmount_backends.triton_ops.embedding import embedding
 from rackmount_backends.triton_ops.norm import add_rms_norm, rms_norm
+from rackmount_backends.triton_ops.penalties import penalize
 from rackmount_backends.triton_ops.rotary import rotary_write
 from rackmount_backends.triton_ops.sampling import sample
 
@@ -20,5 +21,6 @@ TRITON_OPS = SimpleNamespace(
     rotary_write=rotary_write,
     embedding=embedding,
     build_batch=build_batch,
+    penalize=penalize,
     sample=sample,
 )
