@@ -20,6 +20,7 @@ OPS = (
     "build_batch",
     "penalize",
     "sample",
+    "logprobs",
 )
 """What both op sets have."""
 

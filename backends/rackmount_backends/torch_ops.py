@@ -102,4 +102,5 @@ TORCH_OPS = SimpleNamespace(
     build_batch=ops.build_batch,
     penalize=ops.penalize,
     sample=ops.sample,
+    logprobs=ops.logprobs,
 )

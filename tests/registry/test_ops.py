@@ -159,6 +159,20 @@ def test_penalties_are_of_the_tokens_that_are_there(dtype: torch.dtype) -> None:
     assert logits[2, 0].isnan() and logits[2, 1:].tolist() == [2, -8 - 1.25, -1.5, -math.inf]
 
 
+def test_log_probabilities_are_in_the_order_of_the_logits() -> None:
+    """Also where they round to the same: 2**-23 above 1 is lost beside 20."""
+    row = torch.tensor([1.0, -math.inf, 1 + 2**-23, 20, 20, -math.inf])
+    ids, values, ranks = ops.logprobs(row[None], torch.tensor([0]), 6)
+    assert ids.tolist() == [[0, 3, 4, 2, 0, 1, 5]] and ranks.tolist() == [4]
+    assert values[0, 0] == values[0, 3] < values[0, 1] == values[0, 2]
+    expected = row.double().log_softmax(-1)[ids]
+    torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
+    for bad in (math.nan, math.inf):
+        row[1] = bad
+        ids, values, _ = ops.logprobs(row[None].double(), torch.tensor([5]), 2)
+        assert ids.tolist() == [[5, 1, 3]] and values.isnan().all()
+
+
 def test_an_embedding_gives_zeros_for_ids_of_other_ranks() -> None:
     weight = randn(3, 2)
     rows = ops.embedding(torch.tensor([4, 0, 6, 7, 3]), weight, 4)

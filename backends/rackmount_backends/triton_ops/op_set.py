@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from rackmount_backends.triton_ops.activation import silu_mul
 from rackmount_backends.triton_ops.batch import build_batch
 from rackmount_backends.triton_ops.embedding import embedding
+from rackmount_backends.triton_ops.logprobs import logprobs
 from rackmount_backends.triton_ops.norm import add_rms_norm, rms_norm
 from rackmount_backends.triton_ops.penalties import penalize
 from rackmount_backends.triton_ops.rotary import rotary_write
@@ -23,4 +24,5 @@ TRITON_OPS = SimpleNamespace(
     build_batch=build_batch,
     penalize=penalize,
     sample=sample,
+    logprobs=logprobs,
 )
