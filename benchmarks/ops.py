@@ -132,6 +132,16 @@ def makers(shape: Shape, num_tokens: int) -> dict[str, tuple[int, Maker]]:
         router = randn(shape.num_experts, n) / n**0.5
         return randn(t, n), router, Routing(top_k=shape.top_k), None, slots, state
 
+    def penalize(*factors: float) -> Arguments:
+        rows = torch.randperm(MAX_REQUESTS, device=DEVICE)[:num_requests].int()
+        table = torch.tensor([factors] * MAX_REQUESTS, dtype=torch.float64, device=DEVICE)
+        counts = torch.zeros(MAX_REQUESTS, shape.vocab, dtype=torch.int32, device=DEVICE)
+        counts.scatter_(1, integers(shape.vocab, MAX_REQUESTS, CONTEXT).long(), 1)
+        return randn(num_requests, shape.vocab).float(), rows, table, counts
+
+    def logprobs() -> Arguments:
+        return randn(num_requests, shape.vocab), integers(shape.vocab, num_requests).long(), 5
+
     two = DTYPE.itemsize
     routed = {"gate": ((shape.num_experts + t) * n * two, gate)} if shape.num_experts else {}
     return routed | {
@@ -142,6 +152,9 @@ def makers(shape: Shape, num_tokens: int) -> dict[str, tuple[int, Maker]]:
         "rotary_write, mapped": (2 * t * sum(widths) * two, mapped_write),
         "embedding": (2 * t * n * two, lambda: (integers(shape.vocab, t), vocabulary, 0)),
         "build_batch": (2 * 4 * (num_requests * blocks + t), build_batch),
+        "penalize": (4 * num_requests * shape.vocab, lambda: penalize(1.2, 0.1, 0.1)),
+        "penalize, neutral": (4 * num_requests * shape.vocab, lambda: penalize(1.0, 0.0, 0.0)),
+        "logprobs": (two * num_requests * shape.vocab, logprobs),
     }
 
 

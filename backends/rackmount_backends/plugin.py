@@ -18,7 +18,9 @@ OPS = (
     "rotary_write",
     "embedding",
     "build_batch",
+    "penalize",
     "sample",
+    "logprobs",
 )
 """What both op sets have."""
 

@@ -100,5 +100,7 @@ TORCH_OPS = SimpleNamespace(
     gate=ops.gate,
     norm_gate=ops.norm_gate,
     build_batch=ops.build_batch,
+    penalize=ops.penalize,
     sample=ops.sample,
+    logprobs=ops.logprobs,
 )

@@ -15,6 +15,7 @@ from torch import Tensor
 from rackmount_registry.attention import mapped, narrow
 from rackmount_registry.experts import RouterState, Routing
 from rackmount_registry.sampling import sample as sample
+from rackmount_registry.sampling.order import largest
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -200,12 +201,50 @@ def build_batch(
     block_table[:, :num_blocks] = block_tables[rows, :num_blocks]
 
 
+IN_PROMPT = -(2**31)
+"""The sign bit of a count: the token is in the prompt. The others count it in the output."""
+
+
+def penalize(logits: Tensor, rows: Tensor, factors: Tensor, counts: Tensor) -> None:
+    """Penalties on logits [R, V], float32 at least, in place.
+
+    Integers rows [R] of N. Of each row, factors float64 [N, 3], rounded to the logits' dtype:
+    repetition, frequency, presence; and counts int32 [N, V] (see `IN_PROMPT`). Tokens that are
+    there are repeated: divided by the first where above 0, else multiplied. Then frequency times
+    the count in the output, plus presence where that is not 0, is subtracted. All other tokens, and
+    the rows whose factors are 1, 0, 0, keep their numbers.
+    """
+    repetition, frequency, presence = factors[rows].to(logits.dtype).T.unsqueeze(-1)
+    counts = counts[rows]
+    num_output = counts & ~IN_PROMPT
+    penalized = torch.where(logits > 0, logits / repetition, logits * repetition)
+    penalized -= frequency * num_output + presence * (num_output > 0)
+    torch.where(counts != 0, penalized, logits, out=logits)
+
+
+def logprobs(logits: Tensor, token_ids: Tensor, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Of token_ids int64 [L] under logits [L, V], each with the `num` most likely, at most V:
+    ids int64 [L, 1 + num], log-probabilities float32 [L, 1 + num], and int64 [L] the ranks of
+    token_ids: 1 + the number of tokens more likely.
+
+    More likely is what has the larger logit, as float32, also where the log-probabilities round to
+    the same; equals come by lowest id. A row with a NaN or +inf, or of -inf alone, has NaN for all
+    log-probabilities; there a NaN comes before all numbers, and is not more likely than any.
+    """
+    wide = _wide(logits)
+    values, ids = wide.float(), token_ids.unsqueeze(-1)
+    if num:
+        ids = torch.cat((ids, largest(values, num)), -1)
+    ranks = (values > values.gather(-1, ids[:, :1])).sum(-1) + 1
+    return ids, wide.log_softmax(-1).gather(-1, ids).float(), ranks
+
+
 SOCKET_OPS = (
     *("rms_norm", "add_rms_norm", "silu_mul", "rotary_write", "embedding"),
     *("gate", "norm_gate"),
 )
 """Operations that sockets call."""
-STEP_OPS = ("build_batch", "sample")
+STEP_OPS = ("build_batch", "penalize", "sample", "logprobs")
 """Operations of the step around the model."""
 OPS = SOCKET_OPS + STEP_OPS
 """Names that an op set may offer."""
@@ -223,7 +262,9 @@ class Ops:
     gate = staticmethod(gate)
     norm_gate = staticmethod(norm_gate)
     build_batch = staticmethod(build_batch)
+    penalize = staticmethod(penalize)
     sample = staticmethod(sample)
+    logprobs = staticmethod(logprobs)
 
 
 def prepare(operation: Callable[..., Any], *arguments: Any) -> None:

@@ -5,7 +5,17 @@ from collections import Counter
 import pytest
 from tests.helpers.specializations import Found, find
 
-OPERATIONS = Counter(build_batch=1, choose=2, embedding=1, norm=4, rotary_write=2, survey=2)
+OPERATIONS = Counter(
+    build_batch=1,
+    choose=2,
+    embedding=1,
+    logprobs=1,
+    norm=4,
+    penalize=1,
+    rotary_write=2,
+    survey=2,
+    survey_logprobs=1,
+)
 """Kernels of the op set, and of how many kinds: `sample` has those of two dtypes, norms and rotary
 embedding have those of few tokens and of many."""
 ATTENTION = Counter(_decode=1, _prefill=2)
@@ -48,7 +58,8 @@ def name_of(kind: str) -> str:
 def test_an_engine_launches_what_was_compiled_while_weights_loaded(
     case: str, results: dict[str, Found]
 ) -> None:
-    """At prompts and decodes of one token to a thousand, sampled plainly and processed."""
+    """At prompts and decodes of one token to a thousand, sampled plainly and processed, with
+    log-probabilities and without."""
     (ahead, launched, late), others = kinds_of(results[case]), OTHERS[case]
     assert not late
     expected = OPERATIONS + ATTENTION

@@ -138,5 +138,5 @@ def test_a_cache_may_be_narrower_than_the_keys(integers: torch.dtype) -> None:
 
 
 def test_the_other_operations_are_the_definitions() -> None:
-    for name in ("embedding", "gate", "build_batch"):
+    for name in ("embedding", "gate", "build_batch", "penalize", "sample", "logprobs"):
         assert getattr(TORCH_OPS, name) is getattr(ops, name)

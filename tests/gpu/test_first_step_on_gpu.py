@@ -40,5 +40,9 @@ def test_all_that_an_engine_launches_was_compiled_while_weights_loaded(
     ) as engine:
         for lengths in ((1,), (1000,), (3, 700, 20), tuple(range(1, 41))):
             tokens_of(engine, rows(*lengths), greedy(3))
-            tokens_of(engine, rows(*lengths), SamplingParams(max_tokens=3, logit_bias={7: 1.0}))
+            for num in (None, 0, 3):
+                params = SamplingParams(
+                    max_tokens=3, logit_bias={7: 1.0}, logprobs=num, prompt_logprobs=num
+                )
+                tokens_of(engine, rows(*lengths), params)
     assert not late

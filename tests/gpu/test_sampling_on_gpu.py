@@ -2,7 +2,6 @@
 
 import warnings
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from rackmount.sampling import sampler as module
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
-from rackmount_backends.triton_ops.sampling import sample as triton_sample
+from rackmount_backends.triton_ops.op_set import TRITON_OPS
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +80,7 @@ def test_the_tokens_are_those_of_the_cpu() -> None:
 @pytest.mark.usefixtures("no_waiting")
 def test_a_step_never_waits_for_the_gpu() -> None:
     table = admitted("cuda")
-    sampler = Sampler(table, SimpleNamespace(sample=triton_sample))
+    sampler = Sampler(table, TRITON_OPS)
     for step in range(3):
         table.release(step)
         table.admit(step, SamplingParams(**KINDS[-step]), seed=step, prompt_token_ids=[1, 2])
@@ -99,7 +98,7 @@ def test_a_captured_sampling_is_the_eager_one(block: int, monkeypatch: pytest.Mo
     bfloat16, some of them among the smallest numbers, zeros of both signs, infinite or NaN."""
     monkeypatch.setattr(module, "BLOCK_LOGITS", block * V)
     tables = admitted("cuda"), admitted("cuda")
-    eager, captured = (Sampler(table, SimpleNamespace(sample=triton_sample)) for table in tables)
+    eager, captured = (Sampler(table, TRITON_OPS) for table in tables)
     device = torch.device("cuda")
     rows = upload(np.append(ROWS, [SIZE, SIZE]).astype(np.int32), device)
     positions = torch.zeros(SIZE + 2, dtype=torch.int32, device=device)

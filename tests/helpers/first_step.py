@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from rackmount import Engine, SamplingParams
 from rackmount.execution import worker
+from rackmount.sampling import sampler
 from rackmount_backends.plugin import attention_backends, linear_kernels, op_sets
 from rackmount_backends.triton_linear.linear import TritonLinear
 from rackmount_backends.triton_linear.tuning import Tiling
@@ -74,7 +75,18 @@ LENGTHS = (
     tuple(range(1, 41)),
 )
 """Of prompts that are given together."""
-BEFORE_WEIGHTS = ("build_batch", "survey", "choose", "_decode", "_prefill")
+PARAMS = (
+    greedy(3),
+    SamplingParams(max_tokens=2, logit_bias={7: 1.0}, logprobs=3),
+    greedy(1, prompt_logprobs=1),
+)
+BLOCK, CHUNK = 7, 101
+"""Rows that are processed at once, and prompt tokens whose logits are held: what begins behind some
+is not aligned."""
+BEFORE_WEIGHTS = (
+    *("build_batch", "penalize", "survey", "choose", "survey_logprobs", "logprobs"),
+    *("_decode", "_prefill"),
+)
 """Kernels that follow from the engine's arguments and the model's config alone."""
 PATIENCE_S = 60.0
 
@@ -154,7 +166,8 @@ def wait_for_early(found: Found) -> None:
 
 
 def launch_all(folder: Path, **arguments: Any) -> Found:
-    """Prompts and decodes of one token to hundreds, alone and together, plain and processed."""
+    """Prompts and decodes of one token to hundreds, alone and together, plain and processed, with
+    log-probabilities and without."""
     functional.linear = lambda x, weight, bias=None: x.new_empty(*x.shape[:-1], len(weight))
     with recorded() as found:
 
@@ -163,6 +176,8 @@ def launch_all(folder: Path, **arguments: Any) -> Found:
             fill_randomly(mounted, seed)
 
         worker.fill_randomly = fill
+        sampler.BLOCK_LOGITS = BLOCK * LLAMA["vocab_size"]
+        worker.MAX_PROMPT_LOGITS = CHUNK * LLAMA["vocab_size"]
         with Engine(
             folder,
             manager=parts_here(),
@@ -177,8 +192,8 @@ def launch_all(folder: Path, **arguments: Any) -> Found:
             assert attention.prefill.name == attention.decode.name == "triton-here"
             for lengths in LENGTHS:
                 prompts = rows(*lengths)
-                tokens_of(engine, prompts, greedy(3))
-                tokens_of(engine, prompts, SamplingParams(max_tokens=2, logit_bias={7: 1.0}))
+                for params in PARAMS:
+                    tokens_of(engine, prompts, params)
     return found
 
 

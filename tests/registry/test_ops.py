@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rackmount_registry import ops
 from rackmount_registry.experts import Routing
+from rackmount_registry.ops import IN_PROMPT
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -142,6 +143,34 @@ def test_requests_get_the_blocks_of_their_rows_as_far_as_they_are_long() -> None
     rows, lengths = (torch.tensor(t, dtype=torch.int32) for t in ([2, 0], [17, 32]))
     ops.build_batch(rows[:0].clone(), rows, lengths, rows, tables, table, 16)
     assert table[:, :2].tolist() == [[8, 9], [0, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_penalties_are_of_the_tokens_that_are_there(dtype: torch.dtype) -> None:
+    """Of the row that is named: a neutral one, and two that have all penalties."""
+    factors = torch.tensor([[1.0, 0, 0], [2, 0.25, 1]], dtype=torch.float64)
+    counts = torch.tensor([[0, IN_PROMPT, 1, IN_PROMPT + 2, 0]] * 2, dtype=torch.int32)
+    given = [[-math.inf, -1.5, 4, 3, -0.0], [math.nan, 4, -4, 0, -math.inf]]
+    logits = torch.tensor([given[0], *given], dtype=dtype)
+    before = logits.clone()
+    ops.penalize(logits, torch.tensor([0, 1, 1], dtype=torch.int32), factors, counts)
+    assert torch.equal(logits[0], before[0])
+    assert logits[1].tolist() == [-math.inf, -3, 2 - 1.25, 1.5 - 1.5, 0]
+    assert logits[2, 0].isnan() and logits[2, 1:].tolist() == [2, -8 - 1.25, -1.5, -math.inf]
+
+
+def test_log_probabilities_are_in_the_order_of_the_logits() -> None:
+    """Also where they round to the same: 2**-23 above 1 is lost beside 20."""
+    row = torch.tensor([1.0, -math.inf, 1 + 2**-23, 20, 20, -math.inf])
+    ids, values, ranks = ops.logprobs(row[None], torch.tensor([0]), 6)
+    assert ids.tolist() == [[0, 3, 4, 2, 0, 1, 5]] and ranks.tolist() == [4]
+    assert values[0, 0] == values[0, 3] < values[0, 1] == values[0, 2]
+    expected = row.double().log_softmax(-1)[ids]
+    torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
+    for bad in (math.nan, math.inf):
+        row[1] = bad
+        ids, values, _ = ops.logprobs(row[None].double(), torch.tensor([5]), 2)
+        assert ids.tolist() == [[5, 1, 3]] and values.isnan().all()
 
 
 def test_an_embedding_gives_zeros_for_ids_of_other_ranks() -> None:

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from rackmount_backends.triton_ops.activation import silu_mul
 from rackmount_backends.triton_ops.batch import build_batch
 from rackmount_backends.triton_ops.embedding import embedding
+from rackmount_backends.triton_ops.logprobs import logprobs
 from rackmount_backends.triton_ops.norm import add_rms_norm, rms_norm
+from rackmount_backends.triton_ops.penalties import penalize
 from rackmount_backends.triton_ops.rotary import rotary_write
 from rackmount_backends.triton_ops.sampling import sample
 
@@ -20,5 +22,7 @@ TRITON_OPS = SimpleNamespace(
     rotary_write=rotary_write,
     embedding=embedding,
     build_batch=build_batch,
+    penalize=penalize,
     sample=sample,
+    logprobs=logprobs,
 )

@@ -9,7 +9,6 @@ import torch
 from rackmount.execution.batch import FlatBatch, padding_step
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
 from rackmount.execution.runner import Runner
-from rackmount.sampling.logprobs import gather_logprobs, log_softmax
 from rackmount.sampling.sampler import Sampler
 
 
@@ -58,8 +57,7 @@ def _run(runner: Runner, sampler: Sampler, flat: FlatBatch) -> None:
     del hidden
     runner.sample(tensors, logits.clone(), sampler.draw)
     token_ids = runner.sample(tensors, logits, sampler.draw_processed)
-    own = token_ids.clamp(min=0).long()
-    gather_logprobs(np.arange(len(logits)), log_softmax(logits), own, 1)
+    runner.ops.logprobs(logits, token_ids.clamp(min=0).long(), 1)
 
 
 def _taken(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:

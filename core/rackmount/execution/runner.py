@@ -11,6 +11,7 @@ from rackmount.execution.batch import FlatBatch, PersistentBatch, padding_step
 from rackmount.execution.buffers import StepBuffers, StepTensors
 from rackmount.execution.step import PagedStep, Part
 from rackmount.rack import Rack
+from rackmount.sampling.table import SamplingTable
 from rackmount_registry.attention import (
     CACHE_LAYOUTS,
     AttentionBackend,
@@ -23,7 +24,6 @@ from rackmount_registry.mount import Mounted
 from rackmount_registry.offers import Offer
 from rackmount_registry.ops import Ops, prepare
 from rackmount_registry.options import instantiate
-from rackmount_registry.sampling import SamplingState
 
 Draw = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From logits [S, vocabulary], rows and positions [S] to token ids int32 [S]."""
@@ -59,18 +59,19 @@ class Runner:
             return prefill, prefill
         return prefill, cast(AttentionBackend, instantiate(choice.decode, rack.options, context))
 
-    def prepare(self, state: SamplingState) -> None:
+    def prepare(self, table: SamplingTable) -> None:
         """Tells the operations of the step how they will be called (see `ops.prepare`): with logits
         as the model gives them, and as they are processed."""
         flat = padding_step(np.ones(1, int), self._batch.padding_row)
         tensors = self.buffers.load(flat)
         prepare(self.ops.build_batch, *self._build_arguments(tensors))
-        given, processed = self.rack.dtype, torch.promote_types(self.rack.dtype, torch.float32)
-        for dtype in {given, processed}:
-            logits = torch.empty(
-                1, self.rack.draft.vocab_size, dtype=dtype, device=self.rack.device
-            )
-            prepare(self.ops.sample, logits, tensors.sample_rows, tensors.sample_positions, state)
+        rows, positions = tensors.sample_rows, tensors.sample_positions
+        given = torch.empty(1, table.vocab_size, dtype=self.rack.dtype, device=self.rack.device)
+        processed = given.to(torch.promote_types(given.dtype, torch.float32))
+        for logits in (given,) if processed is given else (given, processed):
+            prepare(self.ops.sample, logits, rows, positions, table.state)
+        prepare(self.ops.penalize, *table.penalties.arguments(processed, rows))
+        prepare(self.ops.logprobs, given, rows.long(), 1)
 
     def carve(self, num_kv_blocks: int) -> int:
         """Takes the memory of a pool of so many blocks, in place of any before, and gives its

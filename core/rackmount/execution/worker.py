@@ -63,7 +63,7 @@ class Worker:
         self._sampler = Sampler(table, parts.ops)
         self._grammars = grammars
         self._runner = Runner(rack, self.mounted, step, parts.ops, self.batch)
-        self._runner.prepare(table.state)
+        self._runner.prepare(table)
         self.weight_bytes_read = 0
         if config.load_format == "dummy":
             fill_randomly(self.mounted, config.seed)
@@ -224,6 +224,7 @@ class Worker:
         """For the rows that ask: of every prompt token whose predecessor this step computed, by
         request: its position, how many likely ones are wanted, and the values in pieces."""
         pieces: dict[str, tuple[int, int, list[LogprobTensors]]] = {}
+        runner = self._runner
         if not self._prompt_rows:
             return pieces
         for index, row in enumerate(flat.rows.tolist()):
@@ -246,7 +247,7 @@ class Worker:
                 first,
                 num,
                 [
-                    fetch_logprobs(prompt_logprobs(self._runner.logits(some), ids, num))
+                    fetch_logprobs(prompt_logprobs(runner.logits(some), ids, num, runner.ops))
                     for some, ids in chunks
                 ],
             )

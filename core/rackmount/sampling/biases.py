@@ -8,6 +8,7 @@ from torch import Tensor
 
 from rackmount.sampling.params import MAX_BIASES
 from rackmount.sampling.processor import LogitProcessor
+from rackmount_registry.ops import Ops
 
 
 class Biases(LogitProcessor):
@@ -23,7 +24,7 @@ class Biases(LogitProcessor):
         """The row has this one, of at most `MAX_BIASES` ids."""
         self.set(row, self._pack(bias))
 
-    def apply(self, logits: Tensor, rows: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, ops: Ops) -> None:
         """Adds to the logits what the rows have."""
         packed = self.on_device.index_select(0, rows)
         ids, bits = torch.split(packed, self._num_ids, 1)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rackmount_registry.sampling.order import largest
+from rackmount_registry.ops import Ops, reference_ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,28 +26,22 @@ class LogprobTensors:
     """int64 [L]: 1 + the number of tokens more likely than the token itself."""
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    """[L, V] -> float32 [L, V], computed in float64 where the logits are."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1).float()
-
-
 def gather_logprobs(
-    rows: np.ndarray, logprobs: Tensor, token_ids: Tensor, num: int
+    ops: Ops, rows: np.ndarray, logits: Tensor, token_ids: Tensor, num: int
 ) -> LogprobTensors:
-    """From logprobs [L, V] those of token_ids [L] and of the `num` most likely tokens."""
-    ids = token_ids.unsqueeze(-1)
-    if num:
-        ids = torch.cat([ids, largest(logprobs, num)], -1)
-    gathered = logprobs.gather(-1, ids)
-    ranks = (logprobs > gathered[:, :1]).sum(-1) + 1
-    return LogprobTensors(rows=rows, token_ids=ids, logprobs=gathered, ranks=ranks)
+    """The op `logprobs` of token_ids int64 [L] under logits [L, V], which are those of `rows`."""
+    ids, values, ranks = ops.logprobs(logits, token_ids, num)
+    return LogprobTensors(rows=rows, token_ids=ids, logprobs=values, ranks=ranks)
 
 
 @torch.inference_mode()
-def prompt_logprobs(logits: Tensor, target_ids: Tensor, num: int) -> LogprobTensors:
-    """Of prompt tokens target_ids [T] under the logits [T, V] of the positions before them.
+def prompt_logprobs(
+    logits: Tensor, target_ids: Tensor, num: int, ops: Ops | None = None
+) -> LogprobTensors:
+    """Of prompt tokens target_ids int64 [T] under the logits [T, V] of the positions before them;
+    by the definitions, where no `ops` are given.
 
     `num` most likely tokens beside each; T may be 0. Every row is by itself: a prompt in chunks
     gives the same values.
     """
-    return gather_logprobs(np.arange(len(logits)), log_softmax(logits), target_ids, num)
+    return gather_logprobs(ops or reference_ops(), np.arange(len(logits)), logits, target_ids, num)

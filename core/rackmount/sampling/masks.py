@@ -14,6 +14,7 @@ from rackmount.device import upload
 from rackmount.sampling.bitmask import ban, num_words
 from rackmount.sampling.grammars import RowGrammar
 from rackmount.sampling.processor import LogitProcessor
+from rackmount_registry.ops import Ops
 
 
 class RowMask:
@@ -100,7 +101,7 @@ class Masks(LogitProcessor):
             row = rows[at]
             self.set(row, self._masks[row].at(token_ids[row, : positions[at]]))
 
-    def apply(self, logits: Tensor, rows: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, ops: Ops) -> None:
         """Sets to -inf what the rows may not draw."""
         octets = self.on_device.view(torch.uint8).index_select(0, rows)
         banned = (octets.unsqueeze(-1) & self._bits) == 0

@@ -9,14 +9,13 @@ from torch import Tensor
 from rackmount.device import upload
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.processor import LogitProcessor
-
-IN_PROMPT = -(2**31)
-"""The sign bit of a count: the token is in the prompt. The others count it in the output."""
+from rackmount_registry.ops import IN_PROMPT, Ops
 
 
 class Penalties(LogitProcessor):
     """Factors of the table's rows, the bits of float64: repetition, frequency, presence; and token
-    counts. Neutral factors leave every number as it is, whatever was counted.
+    counts, as the op `penalize` reads them. Neutral factors leave every number as it is, whatever
+    was counted.
 
     The counts take 4 bytes a row and token, 156 MB for 256 requests of a vocabulary of 151,936: a
     CUDA graph reads and updates them where they are. A CPU has memory for what was written alone.
@@ -44,15 +43,13 @@ class Penalties(LogitProcessor):
         counts = self._counts[row].zero_().index_fill_(0, prompt, IN_PROMPT)
         counts.scatter_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
 
-    def apply(self, logits: Tensor, rows: Tensor) -> None:
-        """Repetition first: of all tokens that are there, by the sign of the logit."""
-        factors = self.on_device.view(torch.float64).index_select(0, rows)
-        repetition, frequency, presence = factors.to(logits.dtype).T.unsqueeze(-1)
-        counts = self._counts.index_select(0, rows)
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        torch.where(counts != 0, repeated, logits, out=logits)
-        num_output = counts.bitwise_and_(~IN_PROMPT)
-        logits -= frequency * num_output + presence * (num_output > 0)
+    def arguments(self, logits: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of `ops.penalize`, for logits [R, V] of the rows [R]."""
+        return logits, rows, self.on_device.view(torch.float64), self._counts
+
+    def apply(self, logits: Tensor, rows: Tensor, ops: Ops) -> None:
+        """See `LogitProcessor`."""
+        ops.penalize(*self.arguments(logits, rows))
 
     def observe(self, rows: Tensor, token_ids: Tensor) -> None:
         """Counts the tokens int32 [R] that were sampled for the rows [R]; one of -1 as id 0."""

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rackmount.device import upload
+from rackmount_registry.ops import Ops
 
 
 class LogitProcessor(ABC):
@@ -27,9 +28,9 @@ class LogitProcessor(ABC):
         """Rows whose values are not neutral."""
 
     @abstractmethod
-    def apply(self, logits: Tensor, rows: Tensor) -> None:
+    def apply(self, logits: Tensor, rows: Tensor, ops: Ops) -> None:
         """Changes logits [R, V], float32 at least, in place, by what the rows [R] have: enqueued
-        work alone, which may be captured."""
+        work alone, which may be captured, as long as the ops may."""
 
     def set(self, row: int, values: np.ndarray) -> None:
         """Gives the row values int32 [width], which stay as they are from here on. Those that it

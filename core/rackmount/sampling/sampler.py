@@ -1,12 +1,12 @@
-"""From the logits of a batch to one token a row. Nothing waits for the device, as long as the op
-`sample` does not."""
+"""From the logits of a batch to one token a row. Nothing waits for the device, as long as the ops
+do not."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from rackmount.device import upload
-from rackmount.sampling.logprobs import LogprobTensors, gather_logprobs, log_softmax
+from rackmount.sampling.logprobs import LogprobTensors, gather_logprobs
 from rackmount.sampling.table import SamplingTable
 from rackmount_registry.ops import Ops
 
@@ -78,7 +78,7 @@ class Sampler:
         blocks = zip(torch.split(processed, size), torch.split(rows, size), strict=True)
         for some, of_rows in blocks:
             for processor in self.table.processors:
-                processor.apply(some, of_rows)
+                processor.apply(some, of_rows, self._ops)
         return processed
 
     @torch.inference_mode()
@@ -93,4 +93,4 @@ class Sampler:
             return None
         at = slice(None) if len(asked) == len(logits) else upload(asked, logits.device)
         own = token_ids[at].clamp(min=0).long()
-        return gather_logprobs(asked, log_softmax(logits[at]), own, int(wanted.max()))
+        return gather_logprobs(self._ops, asked, logits[at], own, int(wanted.max()))
