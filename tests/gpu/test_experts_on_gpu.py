@@ -79,9 +79,11 @@ def prepare(layer: ExpertBundle, plan: Plan | None) -> Prepared:
     return kernel.prepare(on_cuda(layer))
 
 
-def check(prepared: Prepared, layer: ExpertBundle, count: int, dtype: torch.dtype) -> None:
+def check(
+    prepared: Prepared, layer: ExpertBundle, count: int, dtype: torch.dtype, top_k: int = 4
+) -> None:
     hidden, num_experts = layer.down.out_features, len(layer.down.dequantize())
-    hold(prepared, layer, expert_tokens(count, num_experts, hidden, 4, dtype))
+    hold(prepared, layer, expert_tokens(count, num_experts, hidden, top_k, dtype))
 
 
 def hold(prepared: Prepared, layer: ExpertBundle, given: ExpertInput) -> None:
@@ -117,6 +119,8 @@ def test_every_format_gives_it(name: str, plan: Plan, dtype: torch.dtype) -> Non
     prepared = prepare(layer, plan)
     for count in (1, 33, 300) if plan.block_m else (0, 1, 5, MAX_FEW):
         check(prepared, layer, count, dtype)
+    for top_k in (1, 2, 3, 8):  # programs of few tokens are cut by it
+        check(prepared, layer, 5, dtype, top_k)
 
 
 @pytest.mark.parametrize("name", ["dense", "fp8_blocks", "int4_groups"])
@@ -163,6 +167,7 @@ def test_the_chosen_plans_give_the_sum(name: str) -> None:
     prepared = prepare(layer, None)
     for count in (1, 2, 3, 7, 8, 9, 17, 64, 256, 1000):
         check(prepared, layer, count, torch.bfloat16)
+        check(prepared, layer, count, torch.bfloat16, top_k=2)
 
 
 @pytest.mark.parametrize("count", [1, MAX_FEW, 100, 3000])

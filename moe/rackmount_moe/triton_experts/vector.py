@@ -132,7 +132,9 @@ def vector_kernel(
             part, given = next_part, next_given
     if COMPILED and PREFETCH > 0:
         _prefetch(following, chosen, tile, following_size, PREFETCH)
-    total = tl.sum(acc.reshape(BLOCK_N, INNER * SPANS), 1)
+    # One axis after the other: Triton 3.6 adds other threads' numbers where those of an axis are
+    # apart in a warp, as after a reshape to one axis.
+    total = tl.sum(tl.sum(acc, 2), 1)
     if GATED:
         gate, up = total.reshape(OUT, 2).split()
         total = silu_mul(gate, up)

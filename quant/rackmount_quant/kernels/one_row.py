@@ -104,7 +104,9 @@ def one_row_kernel(
                 zero = _load_group(
                     zeros, place, block, blocks, BLOCKS_PER_SCALE, PIECES, False, False, COMPILED
                 )
-    total = tl.sum(acc.reshape(BLOCK_N, STEP * PIECES), 1)
+    # One axis after the other: Triton 3.6 adds other threads' numbers where those of an axis are
+    # apart in a warp, as after a reshape to one axis.
+    total = tl.sum(tl.sum(acc, 2), 1)
     if not GROUPED:
         total *= row_scales
     if SILU_MUL:

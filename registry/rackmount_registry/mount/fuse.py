@@ -121,7 +121,8 @@ def _fuse_router(traced: fx.GraphModule, node: fx.Node, name: str) -> None:
     """Puts experts, called here alone, into the module whose norm they read."""
     experts = module_of(traced, node)
     assert isinstance(experts, Experts)
-    if not hasattr(experts.ops, "norm_gate") or not _is_only_call(node) or node.kwargs:
+    ops = getattr(experts, "ops", None)  # benchmarks fuse models that are not bound
+    if not hasattr(ops, "norm_gate") or not _is_only_call(node) or node.kwargs:
         return
     (normed,) = node.all_input_nodes
     if normed.target is not operator.getitem or normed.args[1] != 0:
