@@ -47,14 +47,15 @@ def wrong_reduces(ir: str) -> list[str]:
 
 
 def lanes_of(name: str, layouts: dict[str, str]) -> list[list[int]]:
-    """How far each bit of a lane's number goes along each axis. Of blocked layouts none: those of
-    an axis follow one another."""
+    """How far each bit of a lane's number goes along each axis. Of layouts that are not linear
+    none: those of an axis follow one another."""
     if cut := re.fullmatch(r"#ttg\.slice<\{dim = (\d+), parent = (.*)\}>", name):
         lanes = lanes_of(cut[2], layouts)
         return [lane[: int(cut[1])] + lane[int(cut[1]) + 1 :] for lane in lanes]
-    if "#ttg.linear" not in layouts[name]:
+    linear = re.search(r"#ttg\.linear<.*lane = (\[.*?\]), warp", layouts.get(name, name))
+    if linear is None:
         return []
-    text = re.findall(r"lane = (\[.*?\]), warp", layouts[name])[0]
+    text = linear[1]
     return [[int(step) for step in lane.split(",")] for lane in re.findall(r"\[([\d, ]+)\]", text)]
 
 
