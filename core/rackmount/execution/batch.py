@@ -58,6 +58,8 @@ class FlatBatch:
         requests in all."""
         assert self.is_decode and self.all_sample
         more = size - self.rows.size
+        if not more:
+            return self
         return FlatBatch(
             token_ids=_extended(self.token_ids, more, 0),
             positions=_extended(self.positions, more, 0),

@@ -10,6 +10,7 @@ from rackmount.device import upload, upload_into
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.scheduling.plan import StepPlan
 
+ARRAYS = tuple(field.name for field in fields(FlatBatch))
 ALIGNMENT = 32
 """In int32: sections begin where wide loads may."""
 
@@ -51,6 +52,8 @@ class StepBuffers:
         if self._device.type == "cpu":
             return
         (growth,) = plan.grown
+        if not growth.rows.size and not plan.admitted:
+            return
         width = self.block_tables.shape[1]
         places = [growth.rows.astype(np.int64) * width + growth.columns]
         blocks = [growth.block_ids]
@@ -64,8 +67,14 @@ class StepBuffers:
             self.block_tables.view(-1).index_copy_(0, where, values.int())
 
     def load(self, flat: FlatBatch) -> StepTensors:
-        """The step on the device, by one copy that is not waited for."""
-        arrays = {field.name: getattr(flat, field.name) for field in fields(FlatBatch)}
+        """The step on the device, as `send` brings it there."""
+        views = {name: self._packed[place] for name, place in self.send(flat).items()}
+        return StepTensors(**views, block_table=self._block_table[: flat.rows.size])
+
+    def send(self, flat: FlatBatch) -> dict[str, slice]:
+        """Brings the step to the device by one copy that is not waited for; gives the places of its
+        arrays. All that a captured step needs, which knows them."""
+        arrays = {name: getattr(flat, name) for name in ARRAYS}
         places, end = {}, 0
         for name, array in arrays.items():
             places[name] = slice(end, end + array.size)
@@ -74,8 +83,7 @@ class StepBuffers:
         for name, array in arrays.items():
             packed[places[name]] = array
         upload_into(self._packed[:end], packed)
-        views = {name: self._packed[place] for name, place in places.items()}
-        return StepTensors(**views, block_table=self._block_table[: flat.rows.size])
+        return places
 
 
 def _aligned(size: int) -> int:

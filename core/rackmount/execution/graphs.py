@@ -130,9 +130,11 @@ class DecodeGraphs:
         size = self._sizes[bisect_left(self._sizes, flat.rows.size)]
         graph = self._graphs[size]
         padded = flat.padded(size, self._padding_row)
-        tensors = self._runner.buffers.load(padded)
         if self._runner.rack.attention.decode.descriptor.metadata == "host":
+            tensors = self._runner.buffers.load(padded)
             self._runner.plan(padded, tensors, is_static=True)
+        else:
+            self._runner.buffers.send(padded)
         graph.model.replay()
         return graph
 

@@ -30,6 +30,11 @@ from rackmount.scheduling.step_output import SchedulerStats, StepOutput
 from rackmount.scheduling.stop_tokens import StopTokens
 from rackmount_registry.errors import RequestError
 
+NO_GROWTH = Growth(
+    rows=np.empty(0, np.int32), columns=np.empty(0, np.int32), block_ids=np.empty(0, np.int32)
+)
+"""Of most steps."""
+
 
 @dataclass(slots=True)
 class _InFlight:
@@ -157,8 +162,11 @@ class Scheduler:
         """Whether prompts that are here, and may begin, take the whole budget of a step. Those that
         do not are better computed beside what decodes."""
         table, rows, budget = self._table, self._running, self.config.max_num_batched_tokens
+        prefilling = rows[table.prefills(rows)]
+        if not prefilling.size and not self._waiting:
+            return False
         most = self.config.long_prefill_token_threshold or budget
-        left = (table.num_tokens[rows] - table.num_computed[rows])[table.prefills(rows)]
+        left = table.num_tokens[prefilling] - table.num_computed[prefilling]
         found = int(np.minimum(left, most).sum())
         turned_away, num_taken = self._turned_away
         for request in islice(self._waiting, len(table.free_rows)):
@@ -280,6 +288,8 @@ class Scheduler:
         """
         table, block_size = self._table, self.config.block_size
         short, columns, needs = lacking
+        if not short.size:
+            return NO_GROWTH, counts
         while not self.pool.can_allocate(total := int(needs.sum())):
             if self._in_flight:
                 counts[short[-1]] = columns[-1] * block_size - starts[short[-1]]
@@ -385,6 +395,8 @@ class Scheduler:
         """Lets the blocks that a finished step filled be found by others."""
         table, block_size = self._table, self.config.block_size
         due = (ends >= table.publish_at[rows]).nonzero()[0]
+        if not due.size:
+            return
         rows, num_full = rows[due], ends[due] // block_size
         firsts = table.publish_at[rows] // block_size - 1
         table.publish_at[rows] = (num_full + 1) * block_size
