@@ -4,9 +4,10 @@ import numpy as np
 import torch
 from tests.helpers import sampling
 
-from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
+from rackmount.sampling.logprobs import LogprobTensors, gather_logprobs
 from rackmount.sampling.params import SamplingParams
 from rackmount.sampling.table import SamplingTable
+from rackmount_registry.ops import reference_ops
 
 
 def sample(logits: torch.Tensor, *params: SamplingParams) -> tuple[list[int], LogprobTensors]:
@@ -56,7 +57,7 @@ def test_equals_share_a_rank_and_are_listed_by_id() -> None:
 def test_prompt_logprobs_are_those_of_the_given_ids() -> None:
     logits = torch.randn(5, 11, generator=torch.Generator().manual_seed(1))
     targets = torch.tensor([3, 0, 10, 3, 3])
-    got = prompt_logprobs(logits, targets, 2)
+    got = gather_logprobs(reference_ops(), np.arange(5), logits, targets, 2)
     expected = logits.double().log_softmax(-1)
     assert got.token_ids[:, 0].tolist() == targets.tolist()
     assert torch.equal(got.token_ids[:, 1:], expected.topk(2).indices)
@@ -66,5 +67,6 @@ def test_prompt_logprobs_are_those_of_the_given_ids() -> None:
 
 
 def test_no_prompt_token_gives_no_row() -> None:
-    got = prompt_logprobs(torch.zeros(0, 11), torch.zeros(0, dtype=torch.int64), 3)
+    none = torch.zeros(0, dtype=torch.int64)
+    got = gather_logprobs(reference_ops(), np.arange(0), torch.zeros(0, 11), none, 3)
     assert got.token_ids.shape == got.logprobs.shape == (0, 4)

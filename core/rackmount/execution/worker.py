@@ -19,7 +19,7 @@ from rackmount.execution.saturation import Saturation, measure
 from rackmount.execution.step import PagedStep
 from rackmount.rack import Rack
 from rackmount.sampling.grammars import Grammars
-from rackmount.sampling.logprobs import LogprobTensors, prompt_logprobs
+from rackmount.sampling.logprobs import LogprobTensors, gather_logprobs
 from rackmount.sampling.sampler import Sampler
 from rackmount.sampling.table import SamplingTable
 from rackmount.scheduling.plan import StepPlan
@@ -243,12 +243,9 @@ class Worker:
                 torch.split(upload(targets, self.rack.device), self._prompt_chunk),
                 strict=True,
             )
-            pieces[request_id] = (
-                first,
-                num,
-                [
-                    fetch_logprobs(prompt_logprobs(runner.logits(some), ids, num, runner.ops))
-                    for some, ids in chunks
-                ],
+            found = (
+                gather_logprobs(runner.ops, np.arange(len(ids)), runner.logits(some), ids, num)
+                for some, ids in chunks
             )
+            pieces[request_id] = first, num, [fetch_logprobs(each) for each in found]
         return pieces

@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from rackmount_registry.ops import Ops, reference_ops
+from rackmount_registry.ops import Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,19 +28,8 @@ class LogprobTensors:
 def gather_logprobs(
     ops: Ops, rows: np.ndarray, logits: Tensor, token_ids: Tensor, num: int
 ) -> LogprobTensors:
-    """The op `logprobs` of token_ids int64 [L] under logits [L, V], which are those of `rows`."""
+    """The op `logprobs` of token_ids int64 [L] under logits [L, V], which are those of `rows`: of
+    sampled tokens, or of a prompt's under the logits of the positions before them. L may be 0.
+    Every row is by itself: a prompt in chunks gives the same values."""
     ids, values, ranks = ops.logprobs(logits, token_ids, num)
     return LogprobTensors(rows=rows, token_ids=ids, logprobs=values, ranks=ranks)
-
-
-@torch.inference_mode()
-def prompt_logprobs(
-    logits: Tensor, target_ids: Tensor, num: int, ops: Ops | None = None
-) -> LogprobTensors:
-    """Of prompt tokens target_ids int64 [T] under the logits [T, V] of the positions before them;
-    by the definitions, where no `ops` are given.
-
-    `num` most likely tokens beside each; T may be 0. Every row is by itself: a prompt in chunks
-    gives the same values.
-    """
-    return gather_logprobs(ops or reference_ops(), np.arange(len(logits)), logits, target_ids, num)
