@@ -29,6 +29,7 @@ from rackmount_tools.perplexity import Window, score, windows_of
 
 CHECKPOINT = Path(__file__).parents[1] / "tests" / "assets" / "tiny-moe"
 CONTEXT = 512
+KV_BYTES = 256 << 20
 
 Windows = Sequence[Window]
 
@@ -79,7 +80,9 @@ def main() -> None:
     manager, windows = PluginManager.discover(), held_out(args.tokens)
 
     def of(folder: Path) -> float:
+        # Prompts alone: no graphs, and memory for some windows.
         chosen = {"device": args.device, "expert_kernel": args.expert_kernel}
+        chosen |= {"enforce_eager": True, "kv_cache_memory_bytes": KV_BYTES}
         with Engine(folder, manager=manager, **chosen) as engine:
             return perplexity(losses(engine, windows))
 
