@@ -46,7 +46,8 @@ def test_the_rule_gives_tilings_that_run(
     panel = min(group or 128, 128)
     weight = packed(form, n, k, group, panel)
     tiling = tuning.rule(weight, bucket, num_sms)
-    assert (tiling is not None) == (bucket <= tuning.RULED_ROWS)
+    fits = weight.words.nbytes < tuning.MOST_BYTES
+    assert (tiling is not None) == (bucket <= tuning.RULED_ROWS and fits)
     if tiling is not None:
         assert tiling.share > 0 and 1 <= tiling.parts(k) <= MAX_PARTS
         assert tiling.block_n >= tuning.MIN_BLOCK_N and (group or 128) % tiling.block_k == 0
@@ -66,6 +67,12 @@ def test_groups_that_no_block_fits_in_have_no_tiling() -> None:
         weight = packed(form, 64, 4800, group, panel=32)
         assert tuning.block_k_of(weight) is None
         assert tuning.choose(weight, "none", 1) is None
+
+
+def test_words_that_int32_cannot_count_have_no_tiling() -> None:
+    for n, fits in (((1 << 20) - 1, True), (1 << 20, False)):
+        weight = packed("int8", n, 4096, 128)
+        assert (tuning.block_k_of(weight) is not None) == fits
 
 
 def test_the_parts_of_a_tile_are_what_its_blocks_say() -> None:

@@ -46,7 +46,7 @@ def unpack_kernel(
         zero = tl.load(zeros + rows)
     if PLANES:
         if FORMAT == "int4":
-            planes = int4_planes(read, zero, dtype, OFFSET, False)
+            planes = int4_planes(read, zero, None, dtype, OFFSET, False)
         elif FORMAT == "int8":
             planes = int8_planes(read, zero, dtype, False)
         else:

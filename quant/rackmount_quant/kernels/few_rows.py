@@ -57,11 +57,11 @@ def few_rows_kernel(
     x_stride,
     x_scale_stride,
     residual_stride,
-    row_stride,
     block_stride,
     scale_stride,
     ratio_stride,
     share,
+    ROW_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr,
     PLANES: tl.constexpr,
     GROUPED: tl.constexpr,
@@ -74,6 +74,7 @@ def few_rows_kernel(
     PARTS: tl.constexpr,
     ALIGNED: tl.constexpr,
     WAITS: tl.constexpr,
+    EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr,
     SILU_MUL: tl.constexpr,
     PREFETCH: tl.constexpr,
@@ -87,12 +88,13 @@ def few_rows_kernel(
     FORMAT "int4", "int8", "fp8": how `words`, int32 or with PLANES int16, hold a row's values. A
     rounded x has `x_scales`, [groups, at least M] or [1, M] for all columns, and `words` are then
     numbers of its type, in its order. Word j of a row's block of BLOCK_K columns is at row *
-    row_stride + block * block_stride + j. PLANES: see `planes`; there is a product for each.
+    ROW_STRIDE + block * block_stride + j. PLANES: see `planes`; there is a product for each.
 
     `scales` where GROUPED [rows / ROWS_PER_SCALE, columns / group], each for BLOCKS_PER_SCALE
     blocks, with `zeros` alike or None; else [N], one a row. `ratios`: `Packed.ratios`, or None.
 
-    M is at most BLOCK_M. HALVES: see `stream_k.load_rows`; PARTS, WAITS, `partials`, `arrivals`:
+    M is at most BLOCK_M. EVEN_N: no tile stands out; what is added to a thread's first address is
+    then part of its loads. HALVES: see `stream_k.load_rows`; PARTS, WAITS, `partials`, `arrivals`:
     `finish` there. ALIGNED: no program has blocks of two tiles. PREFETCH: the words of so many
     blocks are called into L2 before x may be read; so are the first and the last of a program's
     zeros in each row, or of its scales where x is rounded. WARPS: of a program.
@@ -116,7 +118,7 @@ def few_rows_kernel(
         start = first - tile * blocks
         if PREFETCH > 0:
             _prefetch(
-                words, tile, start, blocks, N, row_stride, block_stride, BLOCK_N, W, PREFETCH,
+                words, tile, start, blocks, N, ROW_STRIDE, block_stride, BLOCK_N, W, PREFETCH,
                 SILU_MUL,
             )  # fmt: skip
         if SCALED_SUMS or zeros is not None:
@@ -149,15 +151,16 @@ def few_rows_kernel(
             tile = flat // blocks
         block = flat - tile * blocks
         column = block * BLOCK_K
-        rows = tile_rows(tile, N, BLOCK_N, SILU_MUL).to(tl.int64)
+        rows = tile_rows(tile, N, BLOCK_N, SILU_MUL, EVEN_N)
         group = block // BLOCKS_PER_SCALE
+        along = None
         if IN_UNITS:
-            of_rows = ratios + group.to(tl.int64) * ratio_stride + rows // ROWS_PER_SCALE
+            of_rows = ratios + group * ratio_stride + rows // ROWS_PER_SCALE
             if TWICE:
                 ratio, _ = tl.load(tl.broadcast_to(of_rows[:, None], (BLOCK_N, 2))).split()
             else:
                 ratio = tl.load(of_rows)
-        at = words + block.to(tl.int64) * block_stride + rows[:, None] * row_stride + j[None, :]
+        at = words + block * block_stride + (rows[:, None] * ROW_STRIDE + j[None, :])
         if EVEN_K:
             packed = tl.load(at)
         else:
@@ -165,7 +168,10 @@ def few_rows_kernel(
             packed = tl.load(at, mask=first_column < K, other=0.0)
         if IN_UNITS:
             if COMPILED and (TWICE or BLOCK_N >= 32 * WARPS):
-                packed = _along(packed, ratio)
+                if PLANES and FORMAT == "int4":  # `packed` would be copied once more
+                    along = _nothing(ratio)
+                else:
+                    packed ^= _nothing(ratio).to(packed.dtype)[:, None]
             if BLOCKS_PER_SCALE > 1:
                 ratio = tl.where(block % BLOCKS_PER_SCALE == 0, ratio, 1.0)
             acc *= ratio[:, None]
@@ -181,8 +187,8 @@ def few_rows_kernel(
         part = tl.zeros((BLOCK_N, BLOCK_M), SUM) if SCALED_SUMS else acc
         if PLANES:
             part = _add_planes(
-                part, packed, zero, x, m, j, column, M, K, x_stride, FORMAT, NUM, OFFSET, EVEN_K,
-                WARPS, COMPILED,
+                part, packed, zero, along, x, m, j, column, M, K, x_stride, FORMAT, NUM, OFFSET,
+                EVEN_K, WARPS, COMPILED,
             )  # fmt: skip
         else:
             if ROUNDED:
@@ -193,7 +199,7 @@ def few_rows_kernel(
                 values = unpack_int8(packed, zero, dtype, COMPILED)
             else:
                 values = unpack_fp8(packed, dtype, COMPILED)
-            tokens = _tokens(x, m, column + tl.arange(0, BLOCK_K), M, K, x_stride, EVEN_K)
+            tokens = _tokens(x, m, tl.arange(0, BLOCK_K), column, 0, M, K, x_stride, EVEN_K)
             part = tl.dot(values, tokens.T, part, out_dtype=SUM)
         if SCALED_SUMS:
             # The next block's, before they are needed.
@@ -240,9 +246,9 @@ def few_rows_kernel(
 
 
 @triton.jit
-def _along(packed, ratio):
-    """The words as they are; but now an MMA's operands come from the ratios, too."""
-    nothing = tl.inline_asm_elementwise(
+def _nothing(ratio):
+    """Zeros, int32 [R]. With them in an MMA's operand that comes from the ratios, too."""
+    return tl.inline_asm_elementwise(
         "and.b32 $0, $1, 0;",
         "=r,r",
         [ratio.to(tl.int32, bitcast=True)],
@@ -250,7 +256,6 @@ def _along(packed, ratio):
         is_pure=True,
         pack=1,
     )
-    return packed ^ nothing.to(packed.dtype)[:, None]
 
 
 @triton.jit
@@ -269,15 +274,16 @@ def _row_scales(
 
 @triton.jit
 def _add_planes(
-    part, packed, zero, x, m, j, column, M, K, x_stride, FORMAT: tl.constexpr, NUM: tl.constexpr,
-    OFFSET: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr, COMPILED: tl.constexpr,
+    part, packed, zero, along, x, m, j, column, M, K, x_stride, FORMAT: tl.constexpr,
+    NUM: tl.constexpr, OFFSET: tl.constexpr, EVEN_K: tl.constexpr, WARPS: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     """part [BLOCK_N, BLOCK_M] plus the product of a block's planes, which begin at a column."""
     BLOCK_N: tl.constexpr = part.shape[0]
     BLOCK_M: tl.constexpr = part.shape[1]
     dtype: tl.constexpr = x.dtype.element_ty
     if FORMAT == "int4":
-        planes = int4_planes(packed, zero, dtype, OFFSET, COMPILED)
+        planes = int4_planes(packed, zero, along, dtype, OFFSET, COMPILED)
     elif FORMAT == "int8":
         planes = int8_planes(packed, zero, dtype, COMPILED)
     else:
@@ -286,8 +292,7 @@ def _add_planes(
         ONES: tl.constexpr = min(16 * WARPS, BLOCK_N)
         total = tl.zeros((ONES, BLOCK_M), tl.float32)
     for i in tl.static_range(NUM):
-        k = column + plane_columns(j, i, NUM)
-        tokens = _tokens(x, m, k, M, K, x_stride, EVEN_K)
+        tokens = _tokens(x, m, plane_columns(j, 0, NUM), column, 8 * i, M, K, x_stride, EVEN_K)
         part = tl.dot(planes[i], tokens.T, part)
         if OFFSET:
             total = tl.dot(tl.full((ONES, j.shape[0]), 1.0, dtype), tokens.T, total)
@@ -301,22 +306,25 @@ def _add_planes(
 
 
 @triton.jit
-def _tokens(x, m, k, M, K, x_stride, EVEN_K: tl.constexpr):
-    """Columns k of x, for rows m. Of more than eight, those that there are not are others once
-    more, which takes fewer instructions than zeros; not all of them the same one, or all programs
-    would ask one part of the L2 for it."""
+def _tokens(x, m, k, column, more: tl.constexpr, M, K, x_stride, EVEN_K: tl.constexpr):
+    """Columns column + more + k of x, for rows m; added last, `more` becomes part of the loads.
+
+    Of more than eight rows, those that there are not are others once more, which takes fewer
+    instructions than zeros; not all of them the same one, or all programs would ask one part of the
+    L2 for it."""
     FEW: tl.constexpr = m.shape[0] <= 8
     rows = m if FEW else m % M
-    at = x + rows[:, None] * x_stride + k[None, :]
+    at = x + (rows[:, None] * x_stride + k[None, :]) + column + more
+    inside = (column + more + k < K)[None, :]
     if FEW:
         mask = m[:, None] < M
         if not EVEN_K:
-            mask = mask & (k[None, :] < K)
+            mask = mask & inside
         tokens = tl.load(at, mask=mask, other=0.0)
     elif EVEN_K:
         tokens = tl.load(at)
     else:
-        tokens = tl.load(at, mask=k[None, :] < K, other=0.0)
+        tokens = tl.load(at, mask=inside, other=0.0)
     return tokens
 
 

@@ -29,9 +29,9 @@ def one_row_kernel(
     out,
     N,
     K,
-    row_stride,
     block_stride,
     scale_stride,
+    ROW_STRIDE: tl.constexpr,
     FORMAT: tl.constexpr,
     GROUPED: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
@@ -58,7 +58,7 @@ def one_row_kernel(
     # Row by row, so that a thread has the same columns of each, if it can: x is then read once.
     rows = tl.broadcast_to(rows[:, None], (BLOCK_N, STEP)).reshape(BLOCK_N * STEP)
     step = tl.arange(0, BLOCK_N * STEP) % STEP
-    at = words + rows[:, None] * row_stride + tl.arange(0, W)[None, :]
+    at = words + rows[:, None] * ROW_STRIDE + tl.arange(0, W)[None, :]
     place = rows // ROWS_PER_SCALE * scale_stride
     packed = _load_words(at, step, blocks, K, block_stride, BLOCK_K, W, EVEN_K)
     scale, zero = None, None

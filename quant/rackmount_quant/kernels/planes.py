@@ -19,20 +19,25 @@ def plane_columns(c, i, NUM: tl.constexpr):
 
 
 @triton.jit
-def int4_planes(halves, zeros, dtype: tl.constexpr, OFFSET: tl.constexpr, COMPILED: tl.constexpr):
+def int4_planes(
+    halves, zeros, along, dtype: tl.constexpr, OFFSET: tl.constexpr, COMPILED: tl.constexpr
+):
     """As `unpack_int4`: halves int16 [R, C] -> four planes [R, C]. With OFFSET each value is larger
     by `int4_offset`, whose products are to be taken off the sums: half of the work is saved, and
-    sums cancel to five bits or so."""
+    sums cancel to five bits or so. `along`: zeros, int32 [R], that are to be loaded with them, or
+    None."""
     # A nibble in the highest bits of the mantissa of 16 is that number plus n.
     bf16: tl.constexpr = dtype == tl.bfloat16
     UP: tl.constexpr = 3 if bf16 else 6
     MASK: tl.constexpr = 0x0078 if bf16 else 0x03C0
-    MAGIC: tl.constexpr = 0x4180 if bf16 else 0x4C00
+    bits = tl.cast(0x4180 if bf16 else 0x4C00, tl.int16)
+    if along is not None:
+        bits |= along.to(tl.int16)[:, None]
     planes = (
-        _pick(halves, -UP, MASK, MAGIC, dtype, COMPILED),
-        _pick(halves, 4 - UP, MASK, MAGIC, dtype, COMPILED),
-        _pick(halves, 8 - UP, MASK, MAGIC, dtype, COMPILED),
-        _pick(halves, 12 - UP, MASK, MAGIC, dtype, COMPILED),
+        _pick(halves, -UP, MASK, bits, dtype, COMPILED),
+        _pick(halves, 4 - UP, MASK, bits, dtype, COMPILED),
+        _pick(halves, 8 - UP, MASK, bits, dtype, COMPILED),
+        _pick(halves, 12 - UP, MASK, bits, dtype, COMPILED),
     )
     if not OFFSET:
         minus = -int4_offset(zeros)

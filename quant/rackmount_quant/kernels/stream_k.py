@@ -22,14 +22,15 @@ READ_AT_ONCE: tl.constexpr = tl.constexpr(128)
 
 
 @triton.jit
-def tile_rows(tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr):
+def tile_rows(tile, N, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr, EVEN_N: tl.constexpr = False):
     """Rows of the weight in a tile, [BLOCK_N]: consecutive ones, or gate rows and their up rows.
-    The last ones repeat where the tile stands out."""
+    The last ones repeat where the tile stands out; EVEN_N: none does."""
+    HALF: tl.constexpr = BLOCK_N // 2 if SILU_MUL else BLOCK_N
     n = tl.arange(0, BLOCK_N)
-    if SILU_MUL:
-        half = BLOCK_N // 2
-        return tl.minimum(tile * half + n % half, N // 2 - 1) + n // half * (N // 2)
-    return tl.minimum(tile * BLOCK_N + n, N - 1)
+    rows = tile * HALF + n % HALF
+    if not EVEN_N:
+        rows = tl.minimum(rows, (N // 2 if SILU_MUL else N) - 1)
+    return rows + n // HALF * (N // 2)
 
 
 @triton.jit
