@@ -1,9 +1,11 @@
 """Where a step's time goes on this GPU, kernel by kernel.
 
 Usage: python benchmarks/step_profile.py [--model llama-8b] [--batch 1 16 64 256] [--prefill 16]
-       [--input-len 1024] [--trace FILE.json] [--out FILE.json] [--engine key=value ...]
+       [--mixed 64] [--input-len 1024] [--trace FILE.json] [--out FILE.json]
+       [--engine key=value ...]
 
-Random weights, greedy. Decode steps of so many requests, and the prefill of so many prompts. From
+Random weights, greedy. Decode steps of so many requests, the prefill of so many prompts, and steps
+in which so many requests decode while prompts of 8192 tokens fill what is left of them. From
 the profiler's trace, each kernel has the time from the end of the kernel before to its own end:
 kernels that start early and wait for the one before do not count twice, and gaps count for what
 comes after them. The host's clock gives the whole step over other steps, unobserved.
@@ -27,6 +29,7 @@ from rackmount_tools.machine import describe_machine
 from rackmount_tools.shapes import resolved
 
 STEPS = 16
+LONG = 8192
 
 
 def main() -> None:
@@ -34,12 +37,15 @@ def main() -> None:
     parser.add_argument("--model", default="llama-8b")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
+    parser.add_argument("--mixed", type=int, nargs="*", default=[])
     parser.add_argument("--trace", type=Path, help="the last decode profile, for a viewer")
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--engine", nargs="*", default=[], metavar="KEY=VALUE")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     given: dict[str, Any] = {"max_num_batched_tokens": 8192, "max_model_len": 4096}
+    if args.mixed:
+        given |= {"max_model_len": LONG + 1, "enable_mixed_steps": True}
     given |= {key: _value(text) for key, text in (each.split("=", 1) for each in args.engine)}
     figures = {}
     with resolved(args.model, given) as (model, given), Engine(model, **given) as engine:
@@ -47,6 +53,8 @@ def main() -> None:
             figures[f"decode {batch}"] = decode(engine, batch, args.input_len, args.trace)
         for batch in args.prefill:
             figures[f"prefill {batch}"] = prefill(engine, batch, args.input_len)
+        for batch in args.mixed:
+            figures[f"mixed {batch}"] = decode(engine, batch, args.input_len, args.trace, True)
         for name, each in figures.items():
             show(name, each)
     if args.out:
@@ -67,16 +75,26 @@ def prompts_of(engine: Engine, batch: int, input_len: int) -> list[list[int]]:
     return torch.randint(vocab, (batch, input_len)).tolist()
 
 
-def decode(engine: Engine, batch: int, input_len: int, file: Path | None) -> dict[str, Any]:
-    """Microseconds a step, of each kernel and in all."""
-    params = SamplingParams(temperature=0, max_tokens=4 * STEPS + 40, ignore_eos=True)
-    stream = engine.stream(prompts_of(engine, batch, input_len), params)
+def decode(
+    engine: Engine, batch: int, input_len: int, file: Path | None, mixed: bool = False
+) -> dict[str, Any]:
+    """Microseconds a step, of each kernel and in all. `mixed`: long prompts wait behind those who
+    decode, more than can be computed beside them."""
+    num_tokens = 4 * STEPS + 40
+    params = [SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)] * batch
+    prompts = prompts_of(engine, batch, input_len)
+    if mixed:
+        num_long = num_tokens * engine.rack.config.max_num_batched_tokens // LONG + 2
+        prompts += prompts_of(engine, num_long, LONG)
+        params += [SamplingParams(temperature=0, max_tokens=1)] * num_long
+    stream = engine.stream(prompts, params)
 
     def steps(count: int) -> float:
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(count * batch):
-            next(stream)
+        left = count * batch
+        while left:
+            left -= next(stream).prompt_index < batch
         torch.cuda.synchronize()
         return (time.perf_counter() - begin) * 1e6 / count
 

@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ from tests.helpers.engines import (
     tokens_of,
 )
 from tests.helpers.mounting import plugins
+from torch import Tensor
 
 from rackmount import Engine, RequestOutput, SamplingParams
 from rackmount.execution.graphs import SamplingGraph
@@ -84,28 +86,40 @@ def test_graphs_of_large_batches_give_the_tokens_of_eager_steps(folder: Path) ->
     assert len({tuple(each) for each in found[0]}) > 100
 
 
+def errors_of(outputs: list[RequestOutput], expected: list[RequestOutput]) -> Tensor:
+    """Relative errors of log-probabilities [requests, 2]: of the prompt, and of decode steps while
+    the tokens before are those that were expected."""
+    found = []
+    for ours, theirs in zip(outputs, expected, strict=True):
+        texts = zip(ours.outputs[0].token_ids, theirs.outputs[0].token_ids, strict=True)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], texts))
+        for entries in (
+            [each.prompt_logprobs[1:] for each in (ours, theirs)],
+            [each.outputs[0].logprobs[: alike + 1] for each in (ours, theirs)],
+        ):
+            got, right = map(distributions, entries)
+            found.append((got - right).norm() / right.norm())
+    return torch.stack(found).view(-1, 2)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_logits_are_near_those_of_the_reference(folder: Path, backend: str) -> None:
-    """Prompt in chunks, and each token of the output again as a prompt: the logits of prefill and
-    decode."""
+    """Of prompts in chunks, and of decode steps. bfloat16 alone takes some 1e-2, and no backend
+    takes a quarter more than the reference in bfloat16 does."""
     prompts = rows(40, 7, 21)
     params = SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, logprobs=97, prompt_logprobs=97
+        temperature=0, max_tokens=24, ignore_eos=True, logprobs=97, prompt_logprobs=97
     )
-    found = {}
-    for name, dtype in (("torch", "float32"), (backend, "bfloat16")):
+    found = []
+    for name, dtype in (("torch", "float32"), ("torch", "bfloat16"), (backend, "bfloat16")):
         with engine_of(
             folder, backend=name, dtype=dtype, max_num_batched_tokens=16, op_set="auto"
         ) as engine:
-            outputs = engine.generate(prompts, params)
-            found[name] = [
-                torch.cat(
-                    (distributions(o.prompt_logprobs[1:]), distributions(o.outputs[0].logprobs[:1]))
-                )
-                for o in outputs
-            ]
-    for ours, expected in zip(found[backend], found["torch"], strict=True):
-        assert (ours - expected).norm() / expected.norm() < 1e-2
+            found.append(engine.generate(prompts, params))
+    exact, rounded, ours = found
+    bound = max(1e-2, 1.25 * errors_of(rounded, exact).max().item())
+    assert bound < 2e-2
+    assert errors_of(ours, exact).max() < bound
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])

@@ -142,6 +142,17 @@ def test_the_floor_of_the_nano_workload_on_an_h200() -> None:
     assert load.num_output_tokens / seconds == pytest.approx(36_000, rel=0.03)
 
 
+def test_a_step_with_part_of_a_prompt_computes_what_the_prompt_would_in_all() -> None:
+    floor = Floors(costs_of(drafted("llama-8b")), H200)
+    alone, contexts = floor.decode([1200] * 64), [1200] * 64
+    assert floor.decode(contexts, chunk=0, prompt_len=8192) == alone
+    # Four chunks are a prompt, but for the head of its last token.
+    mixed = floor.decode(contexts, chunk=2048, prompt_len=8192)
+    kept = floor.costs.kv_bytes(contexts) / H200.bandwidth
+    assert 4 * (mixed - kept) == pytest.approx(floor.prefill([8192]), rel=0.05)
+    assert mixed > 5 * alone
+
+
 def test_a_step_reads_the_experts_that_it_was_seen_to_touch() -> None:
     costs = costs_of(drafted("qwen3-30b-a3b-16l"))
     expert, seen = 2 * 3 * 2048 * 768, [8.0, *[20.0] * 14, 128.0]

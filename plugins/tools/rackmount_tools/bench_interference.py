@@ -3,8 +3,8 @@ decode.
 
 A number of requests decode; behind them long prompts wait, of which one or another is always being
 prefilled, each answered with one token. What counts is the time between two tokens of a decoding
-request, over all of them and all steps in which they all decode, beside the floor of a step that
-decodes them and does nothing else. The same is measured first without the long prompts.
+request, over all of them and all steps in which they all decode, beside the floor of such a step,
+with its mean share of the long prompts. The same is measured first without them.
 """
 
 import time
@@ -36,7 +36,7 @@ from rackmount_tools.shapes import ModelOrShape
 COLUMNS = {
     "load": "load",
     "itl_p50_ms": "between tokens, p50 ms",
-    "floor_ms": "floor of decoding ms",
+    "floor_ms": "floor of a step ms",
     "share": "reached",
     "itl_p99_ms": "p99 ms",
     "itl_max_ms": "longest ms",
@@ -110,9 +110,13 @@ def warm_up(engine: Engine, decoding: Prompts, max_tokens: int, long: Prompts) -
         timed(engine, [*decoding, *behind], params)
 
 
-def figures_of(name: str, window: Window, floors: Floors, num_requests: int) -> dict[str, Any]:
+def figures_of(
+    name: str, window: Window, floors: Floors, num_requests: int, long_len: int
+) -> dict[str, Any]:
     p50, p99 = np.percentile(window.gaps, [50, 99]) * 1e3
-    floor = floors.decode([window.context] * num_requests) * 1e3
+    contexts = [window.context] * num_requests
+    chunk = max(0.0, window.computed * num_requests / len(window.gaps) - num_requests)
+    floor = floors.decode(contexts, chunk=chunk, prompt_len=long_len) * 1e3
     return {
         "load": name,
         "itl_p50_ms": float(p50),
@@ -166,7 +170,9 @@ def bench(
             "alone": measure(mounted, decoding, max_tokens, []),
             "with long prompts": measure(mounted, decoding, max_tokens, long),
         }
-        rows = [figures_of(name, each, floors, num_requests) for name, each in windows.items()]
+        rows = [
+            figures_of(name, each, floors, num_requests, long_len) for name, each in windows.items()
+        ]
         record = {
             "engine": describe_engine(mounted),
             "ceilings": describe_ceilings(floors.ceilings),

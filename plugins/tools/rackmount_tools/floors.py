@@ -22,12 +22,21 @@ class Floors:
     costs: ModelCosts
     ceilings: Ceilings
 
-    def decode(self, contexts: Sequence[int] | np.ndarray, distinct: Sequence[float] = ()) -> float:
+    def decode(
+        self,
+        contexts: Sequence[int] | np.ndarray,
+        distinct: Sequence[float] = (),
+        chunk: float = 0,
+        prompt_len: int = 1,
+    ) -> float:
         """A step of one token for each context; its tokens are counted with the new one. `distinct`
-        as for `ModelCosts.weight_bytes`."""
-        num_tokens = len(contexts)
+        as for `ModelCosts.weight_bytes`. Beside them so many tokens of a prompt of `prompt_len`,
+        at the mean of its attention."""
+        num_tokens = len(contexts) + round(chunk)
         read = self.costs.weight_bytes(num_tokens, distinct) / self.ceilings.bandwidth
-        products = self._products(num_tokens, num_tokens)
+        products = self._products(num_tokens, len(contexts))
+        share = chunk / prompt_len
+        products += share * self.costs.attention_flops(prompt_len) / self.ceilings.matmul
         return max(read, products) + self.costs.kv_bytes(contexts) / self.ceilings.bandwidth
 
     def prefill(self, lengths: Sequence[int]) -> float:
