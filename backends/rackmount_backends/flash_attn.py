@@ -101,39 +101,43 @@ class FlashAttention:
     def _leave_mark(self, q: Tensor, params: AttentionParams) -> None:
         """For `missing_kernels` of the next process: what such a layer needs is compiled."""
         dtype = str(q.dtype).removeprefix("torch.")
-        name = mark(dtype, params.head_size, params.features, self._capability)
         kernel_folder().mkdir(parents=True, exist_ok=True)
-        group = params.num_heads // params.num_kv_heads
-        (kernel_folder() / f"{name}-group{group}").touch()
+        (kernel_folder() / mark(dtype, params, self._capability)).touch()
         self._unmarked.remove(params)
 
 
 def missing_kernels(demand: Demand) -> str:
-    """Why kernels would have to be compiled first; empty where a process before left its mark.
+    """Why kernels would have to be compiled first; empty where processes before left a mark for
+    each of the layers.
 
     The names of FlashAttention's own files cannot be known without loading the compiler, so that
-    `FlashAttention` leaves marks beside them. A demand says nothing of the query heads that share a
-    key head, nor the value of a soft cap: a variant that is missing after all takes seconds. Of a
-    model with layers of several kinds, the mark is looked up that has all their features.
+    `FlashAttention` leaves marks beside them. Of a demand without layers nothing is known.
     """
-    assert demand.dtype and demand.head_size and demand.compute_capability
+    assert demand.dtype and demand.compute_capability
     if not keeps_kernels():
         return f"its kernels are compiled in each process, as {ENABLED} is not 1"
+    if not demand.layers:
+        return "which of its kernels are compiled cannot be said of a demand without layers"
     folder = kernel_folder()
-    name = mark(demand.dtype, demand.head_size, demand.features, demand.compute_capability)
-    if any(folder.glob(f"{name}-group*")):
-        return ""
-    return f"its kernels have yet to be compiled: ask for it by name once (no {folder / name})"
+    for name in sorted(mark(demand.dtype, it, demand.compute_capability) for it in demand.layers):
+        if not (folder / name).exists():
+            told = f"ask for it by name once (no {folder / name})"
+            return f"its kernels have yet to be compiled: {told}"
+    return ""
 
 
-def mark(dtype: str, head_size: int, features: frozenset[str], capability: tuple[int, int]) -> str:
-    """How the names of marks begin: what kernels there are compiled ones of."""
+def mark(dtype: str, params: AttentionParams, capability: tuple[int, int]) -> str:
+    """The name of the file that says: kernels for such a layer are compiled. The length of a
+    window is not in it, which is an argument of the kernel; a soft cap is compiled in."""
     try:
         release = version("flash-attn-4")
     except PackageNotFoundError:  # a checkout of the sources
         release = "unreleased"
-    kind = "+".join(sorted(features)) or "plain"
-    return f"{release}-sm{capability[0]}{capability[1]}-{dtype}-head{head_size}-{kind}"
+    kind = "+".join(sorted(params.features)) or "plain"
+    cap = f"-cap{params.soft_cap}" if params.soft_cap else ""
+    head = f"{dtype}-head{params.head_size}-{kind}{cap}"
+    group = params.num_heads // params.num_kv_heads
+    return f"{release}-sm{capability[0]}{capability[1]}-{head}-group{group}"
 
 
 def keeps_kernels() -> bool:

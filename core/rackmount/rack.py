@@ -324,7 +324,7 @@ def _attention_demand(drafted: Draft, demand: Demand) -> Demand:
             f"attention layers with head sizes {sizes} need several KV groups; one is supported"
         )
     features = drafted.kv_cache.features.union(*(layer.features for layer in layers))
-    return replace(demand, head_size=sizes[0], features=features)
+    return replace(demand, head_size=sizes[0], features=features, layers=frozenset(layers))
 
 
 def _max_model_len(config: EngineConfig, reader: ConfigReader, drafted: Draft) -> int:

@@ -6,7 +6,10 @@ feed selection, refusals, `explain` and the documentation.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from rackmount_registry.attention import AttentionParams
 
 ExpertLayout = Literal["contiguous", "batched", "batched_fp8"]
 """How tokens lie between a token dispatcher and an expert kernel: "contiguous" is
@@ -34,6 +37,9 @@ class Demand:
     num_ranks: int | None = None
     features: frozenset[str] = frozenset()
     """Named extras that must all be there: "sliding_window", "soft_cap", "sinks", ..."""
+    layers: "frozenset[AttentionParams]" = frozenset()
+    """The distinct layers of attention, for a backend's `jit`: no cell looks at them. Empty where
+    nobody said."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,8 +80,8 @@ class AttentionBackend(ComputeDescriptor):
     """Where `plan` looks: at the host's arrays, or at the tables on the device."""
     jit: str = ""
     """"package.module:function" of what says why its kernels would have to be compiled first:
-    `function(demand: Demand) -> str`, empty when they are cached. It imports nothing heavy. `auto`
-    waits for no compiler; who asks by name does."""
+    `function(demand: Demand) -> str`, empty when those of all `demand.layers` are cached. It
+    imports nothing heavy. `auto` waits for no compiler; who asks by name does."""
 
 
 @dataclass(frozen=True, kw_only=True)

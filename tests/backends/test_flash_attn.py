@@ -143,11 +143,20 @@ def test_no_requests_give_no_rows(vendor: Vendor, capability: tuple[int, int]) -
     assert vendor.calls == []
 
 
-HOPPER = Demand(dtype="float64", head_size=8, compute_capability=(9, 0))
-
-
-def demand(**values: Any) -> Demand:
-    return replace(HOPPER, **values)
+def demand(
+    *layers: AttentionParams,
+    dtype: str = "float64",
+    compute_capability: tuple[int, int] = (9, 0),
+) -> Demand:
+    """As the engine makes it of a model's layers: of PARAMS, where none are given."""
+    layers = layers or (PARAMS,)
+    return Demand(
+        dtype=dtype,
+        compute_capability=compute_capability,
+        head_size=layers[0].head_size,
+        features=frozenset().union(*(layer.features for layer in layers)),
+        layers=frozenset(layers),
+    )
 
 
 def test_a_run_leaves_a_mark_of_what_it_compiled_and_of_nothing_else(
@@ -161,24 +170,63 @@ def test_a_run_leaves_a_mark_of_what_it_compiled_and_of_nothing_else(
     case.run()
     assert missing_kernels(here) == ""
     for other in (
-        {"dtype": "bfloat16"},
-        {"head_size": 16},
-        {"head_size": 80},
-        {"features": frozenset({"sliding_window"})},
-        {"compute_capability": (10, 3)},
+        demand(dtype="bfloat16", compute_capability=capability),
+        demand(compute_capability=(10, 3)),
+        demand(replace(PARAMS, head_size=16), compute_capability=capability),
+        demand(replace(PARAMS, head_size=80), compute_capability=capability),
+        demand(replace(PARAMS, sliding_window=5), compute_capability=capability),
     ):
-        assert missing_kernels(replace(here, **other))
+        assert missing_kernels(other)
     monkeypatch.setattr(flash_attn, "version", lambda name: f"2 of {name}")
     assert missing_kernels(here)
 
 
 def test_features_have_marks_of_their_own(vendor: Vendor, capability: tuple[int, int]) -> None:
     make_case(FlashAttention, MIXED, params=WINDOW).run()
-    windowed = demand(features=frozenset({"sliding_window"}), compute_capability=capability)
-    assert missing_kernels(windowed) == ""
-    both = windowed.features | {"soft_cap"}
-    for features in (frozenset(), frozenset({"soft_cap"}), both):
-        assert missing_kernels(replace(windowed, features=features))
+    longer = replace(WINDOW, sliding_window=7)
+    assert missing_kernels(demand(WINDOW, longer, compute_capability=capability)) == ""
+    plain = replace(WINDOW, sliding_window=None)
+    for other in (plain, replace(plain, soft_cap=1.5), replace(WINDOW, soft_cap=1.5)):
+        assert missing_kernels(demand(other, compute_capability=capability))
+
+
+def test_a_mark_is_of_one_number_of_query_heads_to_a_kv_head(
+    vendor: Vendor, capability: tuple[int, int]
+) -> None:
+    four, two, wide = (
+        replace(PARAMS, num_heads=heads, num_kv_heads=kv_heads)
+        for heads, kv_heads in ((8, 2), (4, 2), (16, 4))
+    )
+    make_case(FlashAttention, DECODE, params=four).run()
+    assert missing_kernels(demand(four, wide, compute_capability=capability)) == ""
+    assert "-group2" in missing_kernels(demand(two, compute_capability=capability))
+
+
+def test_kernels_of_all_layers_must_be_compiled(
+    vendor: Vendor, capability: tuple[int, int]
+) -> None:
+    """Features of the demand as a whole, which cells look at, say nothing of a single layer."""
+    layers = (PARAMS, replace(PARAMS, num_heads=8), replace(PARAMS, sliding_window=5))
+    here = demand(*layers, compute_capability=capability)
+    for layer in reversed(layers):
+        assert missing_kernels(here)
+        make_case(FlashAttention, MIXED, params=layer).run()
+    assert missing_kernels(here) == ""
+
+
+def test_a_soft_cap_is_compiled_in(vendor: Vendor, capability: tuple[int, int]) -> None:
+    make_case(FlashAttention, MIXED, params=CAPPED).run()
+    assert missing_kernels(demand(CAPPED, compute_capability=capability)) == ""
+    other = replace(CAPPED, soft_cap=30.0)
+    assert "-cap30.0" in missing_kernels(demand(other, compute_capability=capability))
+
+
+def test_without_layers_no_kernel_counts_as_compiled(
+    vendor: Vendor, capability: tuple[int, int]
+) -> None:
+    make_case(FlashAttention, DECODE).run()
+    bare = replace(demand(compute_capability=capability), layers=frozenset())
+    assert "without layers" in missing_kernels(bare)
 
 
 def test_a_run_that_failed_leaves_no_mark(
@@ -217,4 +265,4 @@ def test_the_usual_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv(flash_attn.FOLDER)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernel_folder() == tmp_path / ".cache" / "rackmount" / "flash-attn"
-    assert str(kernel_folder()) in missing_kernels(HOPPER)
+    assert str(kernel_folder()) in missing_kernels(demand())

@@ -1,7 +1,9 @@
 """The Triton linear kernel in the interpreter, against float64; what chooses its tiling."""
 
 import inspect
+import json
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -217,6 +219,23 @@ def test_shipped_tables_hold_legal_tilings() -> None:
             assert epilogue in ("none", *EPILOGUES) and set(row) <= set(BUCKETS)
             parts = [tiling.parts(int(shape.split("x")[1])) for tiling in row.values() if tiling]
             assert max(parts, default=1) <= MAX_PARTS
+
+
+def test_shipped_tilings_beat_cublas_in_the_record_of_their_measurement() -> None:
+    root = Path(__file__).resolve().parents[2]
+    record = json.loads((root / "benchmarks/results/h200/decode_gemm.json").read_text())
+    figures = {(f"{p['n']}x{p['k']} {p['epilogue']}", p["rows"]): p for p in record["products"]}
+    wrong = [
+        f"{name}, {bucket} rows: {tiling} against {figures[name, bucket]}"
+        for name, row in tuning.table_of(record["gpu"]).items()
+        for bucket, tiling in row.items()
+        if tiling is not None
+        and (
+            Tiling(**figures[name, bucket]["tiling"]) != tiling
+            or figures[name, bucket]["us"] > figures[name, bucket]["cublas_us"]
+        )
+    ]
+    assert not wrong
 
 
 class Compiled:

@@ -13,7 +13,7 @@ from rackmount.config import EngineConfig
 from rackmount.decisions import decisions
 from rackmount.rack import Rack, draft_rack
 from rackmount_registry import hookimpl
-from rackmount_registry.capabilities import Cell
+from rackmount_registry.capabilities import Cell, Demand
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.descriptors import Architecture, AttentionBackend, QuantizationScheme
 from rackmount_registry.errors import ConfigError, PluginError
@@ -209,6 +209,32 @@ def test_a_cache_layout_that_is_not_specified_is_refused() -> None:
     manager = plugins() + PluginManager.from_modules({"acme": plugin})
     with pytest.raises(PluginError, match="names the cache layout 'acme-pages'; legal are slots"):
         rack_of(LLAMA, manager, backend="acme")
+
+
+def no_group_of_two(demand: Demand) -> str:
+    """A backend's `jit`: kernels are there of each number of query heads to a KV head but two."""
+    groups = {layer.num_heads // layer.num_kv_heads for layer in demand.layers}
+    assert groups, "the layers are told"
+    return "a group of two is not compiled" if 2 in groups else ""
+
+
+def test_auto_asks_for_compiled_kernels_of_the_models_own_layers() -> None:
+    plugin = ModuleType("compiling")
+    part = AttentionBackend(
+        name="compiling",
+        factory="compiling:Backend",
+        band="vendor",
+        cells=(Cell(),),
+        cache_layout="slots",
+        preferred_block_sizes=(16,),
+        jit=f"{__name__}:no_group_of_two",
+    )
+    plugin.attention_backends = hookimpl(lambda: [part])  # type: ignore[attr-defined]
+    manager = plugins() + PluginManager.from_modules({"compiling": plugin})
+    for kv_heads, name in ((1, "compiling"), (2, "torch"), (4, "compiling")):
+        model = LLAMA | {"num_key_value_heads": kv_heads}
+        rack = rack_of(model, manager, auto_plugins=("compiling",))
+        assert (rack.attention.prefill.name, rack.attention.decode.name) == (name, name)
 
 
 class Rounds:

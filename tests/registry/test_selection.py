@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from rackmount_registry.attention import AttentionParams
 from rackmount_registry.capabilities import Cell, Demand
 from rackmount_registry.descriptors import (
     AttentionBackend,
@@ -288,6 +289,24 @@ def test_auto_waits_for_no_compiler_but_who_asks_by_name_does() -> None:
     assert str(refused) == f"jit ({OURS} 1.0): head size 128 is not compiled"
     assert choose_attention(offers, demand, "jit").prefill is jit
     assert choose_attention(offers, replace(GPU, head_size=64)).decode is jit
+
+
+def unless_grouped(demand: Demand) -> str:
+    """Another `jit`: kernels are on the disk where each query head has a KV head."""
+    groups = {layer.num_heads // layer.num_kv_heads for layer in demand.layers}
+    return "" if groups == {1} else f"groups {sorted(groups)} are not all compiled"
+
+
+def test_what_is_asked_for_kernels_is_told_the_layers_of_both_phases() -> None:
+    jit = attention("jit", band="vendor", jit=f"{__name__}:unless_grouped")
+    single = AttentionParams(num_heads=2, num_kv_heads=2, head_size=64, scale=1.0)
+    layers = frozenset({single, replace(single, num_kv_heads=1)})
+    offers, demand = [jit, attention("plain")], replace(GPU, layers=frozenset({single}))
+    choice = choose_attention(offers, demand)
+    assert (choice.prefill.name, choice.decode.name) == ("jit", "jit")
+    choice = choose_attention(offers, replace(demand, layers=layers))
+    assert (choice.prefill.name, choice.decode.name) == ("plain", "plain")
+    assert "groups [1, 2] are not all compiled" in str(choice.candidates)
 
 
 def test_nobody_is_asked_for_kernels_of_a_part_that_is_refused_anyway() -> None:
