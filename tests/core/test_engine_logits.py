@@ -120,7 +120,9 @@ def test_logits_of_other_models_equal_transformers_in_chunks_and_decoding(
         assert_equals_oracle(output, model)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window", "mixtral"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "mistral with a window", "qwen3-moe", "mixtral"]
+)
 def test_logits_after_a_prefix_hit_equal_transformers_at_every_position(
     case: str, tiny: Tiny
 ) -> None:
@@ -136,7 +138,9 @@ def test_logits_after_a_prefix_hit_equal_transformers_at_every_position(
 
 @pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("params", [EVERYTHING, GENERATED], ids=["with prompts", "generated"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "mistral with a window", "mixtral"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "mistral with a window", "qwen3-moe", "mixtral"]
+)
 def test_logits_after_a_preemption_equal_transformers(
     case: str, params: Any, caching: bool, tiny: Tiny
 ) -> None:

@@ -9,10 +9,10 @@ from tests.helpers.engines import tiny_engine
 from tests.helpers.loads import VOCAB, Load, check, loads, watched
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["qwen3", "qwen3-moe"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_checkpoint(
-        tmp_path_factory.mktemp("tiny"), "qwen3", vocab_size=VOCAB, hidden_size=32
+        tmp_path_factory.mktemp("tiny"), request.param, vocab_size=VOCAB, hidden_size=32
     )[0]
 
 

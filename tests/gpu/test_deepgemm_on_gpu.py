@@ -49,6 +49,26 @@ def test_experts_are_close_to_the_definition(count: int) -> None:
     assert out.shape == expected.shape and error < 0.07  # both inputs are rounded to FP8
 
 
+@pytest.mark.parametrize("chosen", [[5], [0, 2, 9, 15], []], ids=["one", "some", "none"])
+@pytest.mark.parametrize("count", [7, 256, 1000])
+def test_experts_may_get_all_tokens_or_none(count: int, chosen: list[int]) -> None:
+    """Each token chooses all of `chosen`, and beside them an expert of another rank."""
+    from rackmount_deepgemm.experts import DeepGemmExperts
+
+    bundle = ExpertBundle(
+        gate_up=weight_of((EXPERTS, 2 * WIDTH, HIDDEN), (WIDTH, WIDTH)),
+        down=weight_of((EXPERTS, HIDDEN, WIDTH), (HIDDEN,)),
+    )
+    kernel = DeepGemmExperts()
+    x = torch.randn(count, HIDDEN, device="cuda", dtype=torch.bfloat16)
+    ids = torch.tensor([[-1, *chosen]] * count, dtype=torch.int32, device="cuda")
+    given = ExpertInput(x=x, expert_ids=ids, weights=torch.rand(ids.shape, device="cuda"))
+    out = kernel.run(given, kernel.prepare(bundle)).float()
+    expected = TorchExperts().run(given, bundle).float()
+    assert out.shape == expected.shape and bool(out.any()) == bool(chosen)
+    assert (out - expected).norm() <= 0.07 * expected.norm()  # both inputs are rounded to FP8
+
+
 @pytest.mark.parametrize("capacity", [0, 6, 128, 200])
 @pytest.mark.parametrize("rounded", [False, True])
 def test_filled_boxes_are_close_to_the_definition(capacity: int, rounded: bool) -> None:

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import greedy, rows, tiny_engine
-from tests.helpers.routing import ROUTINGS, fresh_state, random_bias
+from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bias
 from torch import Tensor
 
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
@@ -119,6 +121,54 @@ def test_with_the_norm_before_it(model: str, dtype: torch.dtype) -> None:
         assert not state.arrivals.any()
 
 
+@st.composite
+def routers(draw: st.DrawFn) -> tuple[int, Routing, bool]:
+    """Number of experts, routing, and whether there is a bias."""
+    num_groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 6))
+    top_groups = draw(st.just(num_groups) | st.integers(1, num_groups))
+    most = min(8, size * top_groups)
+    routing = Routing(
+        top_k=draw(st.just(most) | st.integers(1, most)),
+        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+        renormalize=draw(st.booleans()),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=draw(st.sampled_from(["max", "top2_sum"] if size > 1 else ["max"])),
+        scaling=draw(st.sampled_from([1.0, 2.5])),
+        float32_logits=draw(st.booleans()),
+    )
+    return num_groups * size, routing, draw(st.booleans())
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 7, 33, FEW_TOKENS + 45])
+@settings(max_examples=6, deadline=None, derandomize=True)
+@example((6, Routing(top_k=6, scoring="sigmoid"), True), torch.bfloat16, 0)
+@given(router_of=routers(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+def test_any_router_equals_the_rule_in_float64(
+    num_tokens: int, router_of: tuple[int, Routing, bool], dtype: torch.dtype, seed: int
+) -> None:
+    """Logits are eighths, exact in every dtype, and a bias, mostly negative, keeps scores apart."""
+    count, routing, biased = router_of
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-2, 3, (num_tokens, 24), generator=generator).float()
+    weight = torch.randint(-4, 5, (count, 24), generator=generator).float() / 8
+    bias = random_bias(count, seed) if biased else None
+    state = fresh_state(count, "cuda")
+    ids, weights = gate(
+        x.to("cuda", dtype),
+        weight.to("cuda", dtype),
+        routing,
+        None if bias is None else bias.cuda(),
+        torch.arange(num_tokens, dtype=torch.int32, device="cuda"),
+        state,
+    )
+    expected, exact = all_by_hand(x @ weight.T, routing, bias)
+    assert torch.equal(ids.cpu(), expected)
+    torch.testing.assert_close(weights.cpu().double(), exact, rtol=1e-5, atol=1e-12)
+    assert torch.equal(state.load.cpu(), torch.bincount(expected.flatten(), minlength=count))
+    assert not state.arrivals.any()
+
+
 @pytest.mark.parametrize("model", ["qwen3-30b-a3b", "deepseek-v3"])
 @pytest.mark.parametrize("num_tokens", [1, 16, 200, 600])
 def test_choices_are_as_good_as_those_in_float64(num_tokens: int, model: str) -> None:
@@ -167,11 +217,11 @@ def test_routers_in_a_graph_give_what_they_give_one_by_one(
     router = signs(layers, count, hidden, seed=1, dtype=torch.bfloat16) / 32
     norms = torch.rand(layers, hidden, device="cuda").bfloat16()
     state = fresh_state(count, "cuda")
-    given = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
+    entry = torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device="cuda")
     slots = torch.arange(num_tokens, dtype=torch.int32, device="cuda")
 
     def run(pause: bool) -> Tensor:
-        x, outs = given, []
+        x, outs = entry, []
         for weight, norm in zip(router, norms, strict=True):
             x = TRITON_OPS.rms_norm(x, norm, 1e-6)
             if pause:
@@ -187,7 +237,7 @@ def test_routers_in_a_graph_give_what_they_give_one_by_one(
     with torch.cuda.graph(graph):
         out = run(pause=False)
     for seed in range(20):
-        given.copy_(signs(num_tokens, hidden, seed=seed, dtype=torch.bfloat16))
+        entry.copy_(signs(num_tokens, hidden, seed=seed, dtype=torch.bfloat16))
         state.load.zero_()
         graph.replay()
         expected = run(pause=True)
