@@ -104,7 +104,7 @@ def main() -> None:
         record = {
             "command": shlex.join(["python", *sys.argv]),
             "machine": describe_machine("torch", "transformers"),
-            "device": args.device,
+            "device": torch.cuda.get_device_name() if args.device != "cpu" else "cpu",
             "tokens": sum(window.num_scored for window in windows),
             "rows": table,
         }
