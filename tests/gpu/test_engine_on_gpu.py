@@ -45,9 +45,9 @@ def test_prompt_logprobs_on_the_gpu_equal_those_on_the_cpu(
             for ours, expected in zip(found["cuda"], found["cpu"], strict=True)
         ]
     )
-    # Mixtral's two experts of a token weigh much, and half precision may tell others apart that are
-    # nearly as good: in more than half the rows it does not.
-    several = family == "mixtral" and dtype in ("float16", "bfloat16")
+    # Half precision may choose other experts that are nearly as good: in more than half the rows it
+    # does not.
+    several = family in ("mixtral", "qwen3-moe") and dtype in ("float16", "bfloat16")
     assert (errors.median() if several else errors.max()) < TOLERANCES[dtype]
 
 
