@@ -86,6 +86,14 @@ def num_experts(c: ConfigReader) -> int:
     return counts.pop()
 
 
+def num_experts_per_tok(c: ConfigReader) -> int:
+    """Experts that a token chooses: no more than there are."""
+    chosen, count = c.positive("num_experts_per_tok"), num_experts(c)
+    if chosen > count:
+        raise c.error("num_experts_per_tok", f"must be at most the number of experts, {count}")
+    return chosen
+
+
 def sliding_windows(
     c: ConfigReader, *, always: bool = False, full_layers: int = 28
 ) -> list[int | None]:

@@ -1,6 +1,6 @@
 """Mixtral (arXiv 2401.04088): Mistral's attention, and experts on every layer."""
 
-from rackmount_models.decoder import Block, CausalLM, num_experts
+from rackmount_models.decoder import Block, CausalLM, num_experts, num_experts_per_tok
 from rackmount_models.llama import SelfAttention
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.nn import Axis, Experts, Routing, SparseMLP
@@ -15,7 +15,7 @@ class MixtralForCausalLM(CausalLM):
     def __init__(self, c: ConfigReader) -> None:
         size, experts = c.positive("hidden_size"), Axis("experts", num_experts(c))
         ffn = Axis("expert_ffn", c.positive("intermediate_size"))
-        routing = Routing(top_k=c.positive("num_experts_per_tok"))
+        routing = Routing(top_k=num_experts_per_tok(c))
         window = None if c.get("sliding_window") is None else c.positive("sliding_window")
 
         def make_block(index: int) -> Block:

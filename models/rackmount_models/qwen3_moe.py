@@ -2,7 +2,13 @@
 
 from torch import nn
 
-from rackmount_models.decoder import Block, CausalLM, num_experts, sliding_windows
+from rackmount_models.decoder import (
+    Block,
+    CausalLM,
+    num_experts,
+    num_experts_per_tok,
+    sliding_windows,
+)
 from rackmount_models.qwen3 import SelfAttention
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.nn import Axis, Experts, GatedMLP, Routing, SparseMLP
@@ -16,9 +22,7 @@ class Qwen3MoeForCausalLM(CausalLM):
         experts = Axis("experts", num_experts(c))
         expert_ffn = Axis("expert_ffn", c.positive("moe_intermediate_size"))
         size, ffn = c.positive("hidden_size"), Axis("ffn", c.positive("intermediate_size"))
-        routing = Routing(
-            top_k=c.positive("num_experts_per_tok"), renormalize=c.flag("norm_topk_prob")
-        )
+        routing = Routing(top_k=num_experts_per_tok(c), renormalize=c.flag("norm_topk_prob"))
         step, dense_layers = c.positive("decoder_sparse_step"), _dense_layers(c)
 
         def make_mlp(index: int) -> nn.Module:

@@ -221,6 +221,15 @@ def test_the_number_of_experts_is_read_in_either_spelling(key: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
+def test_a_token_cannot_choose_more_experts_than_there_are(family: str, tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, family)
+    edit_config(folder, lambda c: c.update(num_experts_per_tok=9))
+    rule = r"config\.json.*: num_experts_per_tok=9 must be at most the number of experts, [68]"
+    with pytest.raises(ConfigError, match=rule):
+        mount_reference(folder)
+
+
+@pytest.mark.parametrize("family", ["qwen3-moe", "mixtral"])
 def test_experts_may_be_stored_as_transformers_5_holds_them(family: str, tmp_path: Path) -> None:
     folder, model = tiny_checkpoint(tmp_path, family)
     plain = pieces(mount_reference(folder))
