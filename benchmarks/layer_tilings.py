@@ -1,13 +1,15 @@
 """Times tilings of quantized products where they stand: in a layer of Llama 3.1 8B that decodes.
 
 Usage: python benchmarks/layer_tilings.py [--format int4] [--rows 1 8 16 64] [--context 1088]
+       [--cut gate_up:64,32,2 ...]
 
 Alone, a product starts while another of its kind ends. In a layer it follows a norm, attention or a
 product of another shape, and tilings that are as fast alone are not there: registers and blocks
 called ahead decide how early the next kernel's programs find room. Layers are norm, qkv, attention,
 o, norm, gate_up and down, one after another in one CUDA graph, with as many copies of the weights
 as layers. From the tilings of the table on, one product after the other takes the best of its own
-with other bounds of registers, depths of the pipeline and blocks called ahead.
+with other bounds of registers, depths of the pipeline and blocks called ahead; and, where cuts are
+named (weight rows a tile, blocks a program, warps), of those with the same.
 """
 
 import argparse
@@ -37,13 +39,19 @@ LAYERS = 4
 ROUNDS = 7
 PREFETCH = (0, 1, 2, 4)
 STAGES = (3, 4, 6)
-REGISTERS: Mapping[int, tuple[int | None, ...]] = {4: (None, 128, 144, 152, 168), 8: (None, 128)}
+REGISTERS: Mapping[int, tuple[int | None, ...]] = {
+    2: (None, 128),
+    4: (None, 128, 144, 152, 168),
+    8: (None, 128),
+}
 """By warps of a program."""
 ORDER = ("gate_up", "down", "qkv", "o")
 SHAPES = {name: MODELS["llama-8b"][name] for name in ORDER}
 HIDDEN = LLAMA.num_heads * LLAMA.head_size
 
 Tilings = dict[str, Tiling | RowTiling | None]
+Cuts = Mapping[str, list[tuple[int, int, int]]]
+"""Product -> block_n, share and warps."""
 
 
 class Layers:
@@ -118,19 +126,21 @@ class Layers:
         return statistics.median(times)
 
 
-def like(tiling: Tiling | RowTiling | None) -> Iterator[Tiling]:
-    """Tilings of the same tiles and shares."""
+def like(tiling: Tiling | RowTiling | None, cuts: list[tuple[int, int, int]]) -> Iterator[Tiling]:
+    """Tilings of the same tiles and shares, and of other cuts."""
     if isinstance(tiling, Tiling):
+        for block_n, share, warps in cuts:
+            yield from like(replace(tiling, block_n=block_n, share=share, warps=warps), [])
         registers = REGISTERS.get(tiling.warps, (tiling.registers,))
         for bound, stages, prefetch in itertools.product(registers, STAGES, PREFETCH):
             yield replace(tiling, registers=bound, stages=stages, prefetch=prefetch)
 
 
-def search(layers: Layers, pool: ProcessPoolExecutor, rows: int) -> None:
+def search(layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts) -> None:
     best = layers.tuned(rows)
     kernels = {}
     for name, tiling in itertools.chain.from_iterable(
-        ((name, each) for each in like(tiling)) for name, tiling in best.items()
+        ((name, each) for each in like(tiling, cuts[name])) for name, tiling in best.items()
     ):
         n, k, epilogues = SHAPES[name]
         problem = Problem(layers.form, n, k, rows, epilogues[0])
@@ -142,7 +152,7 @@ def search(layers: Layers, pool: ProcessPoolExecutor, rows: int) -> None:
     print(f"{rows:>4} rows, as tuned {layers.us(best):.2f} us a layer", flush=True)
     for name in ORDER:
         ranking = []
-        for tiling in (best[name], *like(best[name])):
+        for tiling in (best[name], *like(best[name], cuts[name])):
             try:
                 ranking.append((layers.us(best | {name: tiling}), len(ranking), tiling))
             except Exception as error:  # told, and the next one is tried
@@ -162,7 +172,12 @@ def main() -> None:
     parser.add_argument("--format", choices=exact, default="int4")
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64])
     parser.add_argument("--context", type=int, default=1088, help="tokens of each request")
+    parser.add_argument("--cut", nargs="*", default=[], metavar="NAME:BLOCK_N,SHARE,WARPS")
     args = parser.parse_args()
+    cuts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in ORDER}
+    for name, _, sizes in (each.partition(":") for each in args.cut):
+        block_n, share, warps = map(int, sizes.split(","))
+        cuts[name].append((block_n, share, warps))
     torch.manual_seed(0)
     torch.cuda.set_stream(torch.cuda.Stream())  # the default one cannot be captured
     layers = Layers(args.format)
@@ -170,7 +185,7 @@ def main() -> None:
     with pools(os.cpu_count()) as pool:
         for rows in args.rows:
             layers.load(rows, args.context)
-            search(layers, pool, rows)
+            search(layers, pool, rows, cuts)
 
 
 if __name__ == "__main__":

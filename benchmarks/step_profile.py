@@ -35,7 +35,7 @@ LONG = 8192
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--model", default="llama-8b")
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64, 256])
+    parser.add_argument("--batch", type=int, nargs="*", default=[1, 16, 64, 256])
     parser.add_argument("--prefill", type=int, nargs="*", default=[])
     parser.add_argument("--mixed", type=int, nargs="*", default=[])
     parser.add_argument("--trace", type=Path, help="the last decode profile, for a viewer")

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import greedy, rows, tiny_engine
-from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bias
+from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bias, routers
 from torch import Tensor
 
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
@@ -121,29 +121,10 @@ def test_with_the_norm_before_it(model: str, dtype: torch.dtype) -> None:
         assert not state.arrivals.any()
 
 
-@st.composite
-def routers(draw: st.DrawFn) -> tuple[int, Routing, bool]:
-    """Number of experts, routing, and whether there is a bias."""
-    num_groups, size = draw(st.integers(1, 4)), draw(st.integers(1, 6))
-    top_groups = draw(st.just(num_groups) | st.integers(1, num_groups))
-    most = min(8, size * top_groups)
-    routing = Routing(
-        top_k=draw(st.just(most) | st.integers(1, most)),
-        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
-        renormalize=draw(st.booleans()),
-        num_groups=num_groups,
-        top_groups=top_groups,
-        group_score=draw(st.sampled_from(["max", "top2_sum"] if size > 1 else ["max"])),
-        scaling=draw(st.sampled_from([1.0, 2.5])),
-        float32_logits=draw(st.booleans()),
-    )
-    return num_groups * size, routing, draw(st.booleans())
-
-
 @pytest.mark.parametrize("num_tokens", [0, 1, 7, 33, FEW_TOKENS + 45])
 @settings(max_examples=6, deadline=None, derandomize=True)
 @example((6, Routing(top_k=6, scoring="sigmoid"), True), torch.bfloat16, 0)
-@given(router_of=routers(), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
+@given(router_of=routers(4, 6), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
 def test_any_router_equals_the_rule_in_float64(
     num_tokens: int, router_of: tuple[int, Routing, bool], dtype: torch.dtype, seed: int
 ) -> None:

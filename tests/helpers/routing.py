@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rackmount_registry.experts import RouterState, Routing
@@ -111,3 +112,23 @@ def random_bias(num_experts: int, seed: int = 0) -> Tensor:
 
 def fresh_state(num_experts: int, device: str = "cpu") -> RouterState:
     return RouterState.fresh(num_experts, torch.device(device))
+
+
+@st.composite
+def routers(draw: st.DrawFn, most_groups: int, most_size: int) -> tuple[int, Routing, bool]:
+    """Number of experts, in up to so many groups of up to so many; routing; whether there is a
+    bias. All experts, or all groups, are chosen often."""
+    num_groups, size = draw(st.integers(1, most_groups)), draw(st.integers(1, most_size))
+    top_groups = draw(st.just(num_groups) | st.integers(1, num_groups))
+    most = min(8, size * top_groups)
+    routing = Routing(
+        top_k=draw(st.just(most) | st.integers(1, most)),
+        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
+        renormalize=draw(st.booleans()),
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score=draw(st.sampled_from(["max", "top2_sum"] if size > 1 else ["max"])),
+        scaling=draw(st.sampled_from([1.0, 2.5])),
+        float32_logits=draw(st.booleans()),
+    )
+    return num_groups * size, routing, draw(st.booleans())

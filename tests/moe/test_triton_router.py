@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.helpers.interpreter import last_program_first
-from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bias
+from tests.helpers.routing import ROUTINGS, all_by_hand, fresh_state, random_bias, routers
 from torch import Tensor
 
 from rackmount_moe.triton_router import router
@@ -144,26 +144,8 @@ def test_a_nan_is_chosen_first_and_stays_seen(scoring: str, num_tokens: int) -> 
     assert weights.isnan().all()
 
 
-@st.composite
-def routers(draw: st.DrawFn) -> tuple[int, Routing, bool]:
-    """Number of experts, routing, and whether there is a bias."""
-    groups, size = draw(st.integers(1, 5)), draw(st.integers(1, 9))
-    top_groups = draw(st.integers(1, groups))
-    routing = Routing(
-        top_k=draw(st.integers(1, min(8, size * top_groups))),
-        scoring=draw(st.sampled_from(["softmax", "sigmoid"])),
-        renormalize=draw(st.booleans()),
-        num_groups=groups,
-        top_groups=top_groups,
-        group_score=draw(st.sampled_from(["max", "top2_sum"] if size > 1 else ["max"])),
-        scaling=draw(st.sampled_from([1.0, 2.5])),
-        float32_logits=draw(st.booleans()),
-    )
-    return groups * size, routing, draw(st.booleans())
-
-
 @settings(max_examples=40, deadline=None, derandomize=True)
-@given(router_of=routers(), num_tokens=st.integers(0, 18), seed=st.integers(0, 99))
+@given(router_of=routers(5, 9), num_tokens=st.integers(0, 18), seed=st.integers(0, 99))
 def test_any_router_equals_the_rule_in_float64(
     router_of: tuple[int, Routing, bool], num_tokens: int, seed: int
 ) -> None:

@@ -41,8 +41,8 @@ RULED: Mapping[int, tuple[int, int, int | None, int]] = {
 """Tokens a tile -> block_n, warps, registers and programs an SM: what registers and shared memory
 of an SM allow. For shapes that were not timed it is a guess."""
 MIN_BLOCK_N = 32
-MOST_BYTES = 1 << 32
-"""Of a weight's words: halves of them are counted in int32."""
+MOST_BYTES = 1 << 31
+"""Of a weight's words: beside rounded inputs they are numbers of one byte, counted in int32."""
 MMA_COLUMNS = 16
 LAST_ADDS_M = 8
 """Up to so many tokens a tile the program that comes last adds up its parts."""
@@ -130,7 +130,7 @@ def bucket_of(rows: int) -> int:
 
 def block_k_of(packed: Packed) -> int | None:
     """Columns of a block of this weight, so that a block lies in one group; None: there are no
-    such blocks, or their sums could overflow, or the places of their halves 32 bits."""
+    such blocks, or their sums could overflow, or their places int32."""
     columns = packed.panel or 128
     if packed.far or packed.words.nbytes >= MOST_BYTES:
         return None
