@@ -9,9 +9,16 @@ behind `seq_lens` then weighs zero, but must be finite. Pages of other sizes are
 """
 
 import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +35,9 @@ from rackmount_registry.capabilities import Demand
 ENABLED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
 FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 """FlashAttention's own variables: whether and where it keeps compiled kernels."""
+
+QUACK = "0.6."
+"""Releases of quack whose modules are known to do without the package."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +56,8 @@ class FlashAttention:
         # It keeps compiled kernels only where it is told to, before it is imported.
         os.environ.setdefault(ENABLED, "1")
         os.environ.setdefault(FOLDER, str(kernel_folder()))
-        from flash_attn.cute import flash_attn_varlen_func  # loads a compiler: not for `jit`
-
-        self._attend = flash_attn_varlen_func
+        # It brings a compiler, whose import takes seconds: beside that of the weights.
+        self._attend = ThreadPoolExecutor(1, "flash-attn").submit(import_it).result
         self._block_size = context.block_size
         # Below 10.0 there is no kernel that splits a sequence's keys. Where there is one, 0 leaves
         # the number to a heuristic, which goes by shapes and by the bound of the query lengths.
@@ -80,7 +89,7 @@ class FlashAttention:
         shape = (2, -1, self._block_size, params.num_kv_heads, params.head_size)
         keys, values = cache.view(shape).unbind()
         window = params.sliding_window
-        out, _ = self._attend(
+        out, _ = self._attend()(
             q,
             keys,
             values,
@@ -106,6 +115,35 @@ class FlashAttention:
         self._unmarked.remove(params)
 
 
+def import_it() -> Callable[..., tuple[Tensor, Any]]:
+    """The function that attends."""
+    with modules_alone("quack", "quack-kernels", QUACK):
+        from flash_attn.cute import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
+@contextmanager
+def modules_alone(package: str, distribution: str, releases: str) -> Iterator[None]:
+    """Until it ends, the package's modules are imported without the package itself, in releases
+    that begin so; others are imported as ever.
+
+    FlashAttention takes helpers from modules of quack, and quack itself imports kernels of its own
+    and for them torch._dynamo: 5 of the 8 seconds that FlashAttention took on one host. Of what it
+    does besides, its indexing of CuTe tensors is imported here.
+    """
+    spec = None if package in sys.modules else find_spec(package)
+    if spec is None or not release_of(distribution).startswith(releases):
+        yield
+        return
+    sys.modules[package] = module_from_spec(spec)
+    try:
+        import_module(f"{package}.dsl")
+        yield
+    finally:
+        del sys.modules[package]
+
+
 def missing_kernels(demand: Demand) -> str:
     """Why kernels would have to be compiled first; empty where processes before left a mark for
     each of the layers.
@@ -129,15 +167,20 @@ def missing_kernels(demand: Demand) -> str:
 def mark(dtype: str, params: AttentionParams, capability: tuple[int, int]) -> str:
     """The name of the file that says: kernels for such a layer are compiled. The length of a
     window is not in it, which is an argument of the kernel; a soft cap is compiled in."""
-    try:
-        release = version("flash-attn-4")
-    except PackageNotFoundError:  # a checkout of the sources
-        release = "unreleased"
+    release = release_of("flash-attn-4")
     kind = "+".join(sorted(params.features)) or "plain"
     cap = f"-cap{params.soft_cap}" if params.soft_cap else ""
     head = f"{dtype}-head{params.head_size}-{kind}{cap}"
     group = params.num_heads // params.num_kv_heads
     return f"{release}-sm{capability[0]}{capability[1]}-{head}-group{group}"
+
+
+def release_of(distribution: str) -> str:
+    """Its version; of a checkout of the sources "unreleased"."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return "unreleased"
 
 
 def keeps_kernels() -> bool:

@@ -3,6 +3,7 @@ arguments and computes by the definition."""
 
 import sys
 from dataclasses import replace
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,12 @@ from tests.helpers.attention import PARAMS, Request, decoding, make_case
 from torch import Tensor
 
 from rackmount_backends import flash_attn
-from rackmount_backends.flash_attn import FlashAttention, kernel_folder, missing_kernels
+from rackmount_backends.flash_attn import (
+    FlashAttention,
+    kernel_folder,
+    missing_kernels,
+    modules_alone,
+)
 from rackmount_registry.attention import AttentionParams
 from rackmount_registry.capabilities import Demand
 from rackmount_registry.step import attend_causally
@@ -266,3 +272,50 @@ def test_the_usual_folder_is_the_users_own(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("HOME", str(tmp_path))
     assert kernel_folder() == tmp_path / ".cache" / "rackmount" / "flash-attn"
     assert str(kernel_folder()) in missing_kernels(demand())
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that tells that it was imported, with a module of helpers."""
+    name = "ducklike"
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "__init__.py").write_text("import sys\nsys.modules['heavy'] = sys\n")
+    (tmp_path / name / "dsl.py").write_text("INDEXED = True\n")
+    (tmp_path / name / "helpers.py").write_text("from ducklike.dsl import INDEXED\nVALUE = 3\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(flash_attn, "version", {"duck-kernels": "0.6.5"}.__getitem__)
+    for module in (name, f"{name}.dsl", f"{name}.helpers", "heavy"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return name
+
+
+def test_modules_are_imported_without_their_package(package: str) -> None:
+    with modules_alone(package, "duck-kernels", "0.6."):
+        assert import_module(f"{package}.helpers").VALUE == 3
+    assert "heavy" not in sys.modules
+    # Who imports the package later gets all of it.
+    import_module(package)
+    assert "heavy" in sys.modules
+
+
+@pytest.mark.parametrize("releases", ["0.7.", "1."])
+def test_of_other_releases_the_package_is_imported_as_ever(package: str, releases: str) -> None:
+    with modules_alone(package, "duck-kernels", releases):
+        assert import_module(f"{package}.helpers").VALUE == 3
+    assert "heavy" in sys.modules
+
+
+def test_a_package_that_is_there_already_is_left_alone(package: str) -> None:
+    whole = import_module(package)
+    with modules_alone(package, "duck-kernels", "0.6."):
+        assert import_module(package) is whole
+    assert sys.modules[package] is whole
+
+
+def test_an_import_that_fails_is_told_where_attention_is_first_asked_for(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    case = make_case(FlashAttention, DECODE)
+    with pytest.raises(ModuleNotFoundError, match="flash_attn"):
+        case.run()
