@@ -95,4 +95,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    from rackmount.garbage import collector_paused
+
+    with collector_paused():
+        home = importlib.import_module(_HOMES[name])
+    return getattr(home, name)

@@ -16,6 +16,7 @@ from rackmount.engine.outputs import RequestOutput, TextChunk
 from rackmount.engine.sequence import Sequence
 from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.program import Live
+from rackmount.garbage import collector_paused
 from rackmount.loading.locate import locate, open_model
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.params import SamplingParams
@@ -48,6 +49,7 @@ class Engine:
         SystemExit: on the other ranks of an external launch, once rank 0 has closed its engine.
     """
 
+    @collector_paused()
     def __init__(
         self,
         model: str | Path,

@@ -4,7 +4,6 @@ A graph is captured for some sizes, the largest first, all on one pool of memory
 them runs at a time. A step between two sizes runs as the larger one, filled up with padding.
 """
 
-import gc
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch import Tensor
 from rackmount.execution.batch import FlatBatch, padding_step
 from rackmount.execution.buffers import StepTensors
 from rackmount.execution.runner import Runner
+from rackmount.garbage import collector_paused
 from rackmount.sampling.sampler import Sampler
 from rackmount_registry.attention import AttentionLayer
 
@@ -31,10 +31,10 @@ class Recorder:
     @contextmanager
     def session(self) -> Iterator[None]:
         """Around captures, and the runs that prepare them."""
-        gc.collect()  # nothing may be freed, and so synchronize, within a capture
         torch.cuda.synchronize()
         self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream):
+        # Nothing may be freed, and so synchronize, within a capture.
+        with torch.cuda.stream(self._stream), collector_paused():
             yield
         torch.cuda.current_stream().wait_stream(self._stream)
 

@@ -17,6 +17,7 @@ from rackmount.execution.messages import (
 )
 from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
+from rackmount.garbage import collector_paused
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack
 from rackmount.sampling.grammars import COMPILE_S, FOLLOWER_COMPILE_S, Grammars
@@ -71,14 +72,13 @@ class RankProgram:
             return self._load()
         assert self._worker is not None, "weights come first"
         if isinstance(request, Carve):
-            kv_bytes = self._worker.carve(request.num_kv_blocks)
-            num_tried, saturation = self._worker.saturation()
-            return Carved(kv_bytes=kv_bytes, saturation=saturation, num_tried=num_tried)
+            return self._carve(self._worker, request.num_kv_blocks)
         if isinstance(request, ReadExpertLoad):
             return ExpertLoads(self._worker.expert_load())
         step: PendingStep = self._worker.execute(request)
         return step
 
+    @collector_paused()
     def _load(self) -> Loaded:
         assert self._checkpoint is not None, "weights are loaded once"
         tokenizer = partial(_read_tokenizer, self._setup, self._manager)
@@ -98,6 +98,12 @@ class RankProgram:
             num_kv_blocks=self._worker.room(),
             weight_bytes_read=self._worker.weight_bytes_read,
         )
+
+    @collector_paused()
+    def _carve(self, worker: Worker, num_kv_blocks: int) -> Carved:
+        kv_bytes = worker.carve(num_kv_blocks)
+        num_tried, saturation = worker.saturation()
+        return Carved(kv_bytes=kv_bytes, saturation=saturation, num_tried=num_tried)
 
     def close(self) -> None:
         if self._own:

@@ -16,6 +16,7 @@ from rackmount.engine.core import EngineCore, Event
 from rackmount.execution.codec import MessageCodec
 from rackmount.execution.messages import RankSetup
 from rackmount.execution.program import Live
+from rackmount.garbage import collector_paused
 from rackmount.loading.locate import open_model
 from rackmount.rack import Rack, draft_rack, dtype_name
 from rackmount.report import startup_report
@@ -146,6 +147,7 @@ class CoreLoop:
             self._mail.send(messages.Stepped(events, stats))
 
 
+@collector_paused()
 def _build(setup: RankSetup, mail: Mail) -> EngineCore:
     manager = PluginManager.discover()
     manager.prove(setup.manifest)
