@@ -9,7 +9,8 @@ called ahead decide how early the next kernel's programs find room. Layers are n
 o, norm, gate_up and down, one after another in one CUDA graph, with as many copies of the weights
 as layers. From the tilings of the table on, one product after the other takes the best of its own
 with other bounds of registers, depths of the pipeline and blocks called ahead; and, where cuts are
-named (weight rows a tile, blocks a program, warps), of those with the same.
+named (weight rows a tile, blocks a program, warps), of those with the same; of up to eight rows
+also those that hold their tokens.
 """
 
 import argparse
@@ -25,14 +26,14 @@ from functools import partial
 import torch
 from attention import LLAMA, Step, context_of, decoding
 from decode_gemm import MODELS
-from quant_tune import Problem, build, key, on_meta
+from quant_tune import Problem, build, held_candidates, key, on_meta
 from quant_weights import DTYPE, FORMATS, forced
 from torch import Tensor
 
 from rackmount_backends.plugin import attention_backends
 from rackmount_backends.triton_ops.op_set import TRITON_OPS
 from rackmount_quant.kernels import tuning
-from rackmount_quant.kernels.tuning import RowTiling, Tiling
+from rackmount_quant.kernels.tuning import AnyTiling, Tiling
 from rackmount_registry.offers import import_attribute
 
 LAYERS = 4
@@ -49,7 +50,7 @@ ORDER = ("gate_up", "down", "qkv", "o")
 SHAPES = {name: MODELS["llama-8b"][name] for name in ORDER}
 HIDDEN = LLAMA.num_heads * LLAMA.head_size
 
-Tilings = dict[str, Tiling | RowTiling | None]
+Tilings = dict[str, AnyTiling | None]
 Cuts = Mapping[str, list[tuple[int, int, int]]]
 """Product -> block_n, share and warps."""
 
@@ -126,7 +127,7 @@ class Layers:
         return statistics.median(times)
 
 
-def like(tiling: Tiling | RowTiling | None, cuts: list[tuple[int, int, int]]) -> Iterator[Tiling]:
+def like(tiling: AnyTiling | None, cuts: list[tuple[int, int, int]]) -> Iterator[Tiling]:
     """Tilings of the same tiles and shares, and of other cuts."""
     if isinstance(tiling, Tiling):
         for block_n, share, warps in cuts:
@@ -139,20 +140,22 @@ def like(tiling: Tiling | RowTiling | None, cuts: list[tuple[int, int, int]]) ->
 def search(layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts) -> None:
     best = layers.tuned(rows)
     kernels = {}
-    for name, tiling in itertools.chain.from_iterable(
-        ((name, each) for each in like(tiling, cuts[name])) for name, tiling in best.items()
-    ):
+    wanted: dict[str, list[AnyTiling]] = {}
+    for name, tuned in best.items():
         n, k, epilogues = SHAPES[name]
         problem = Problem(layers.form, n, k, rows, epilogues[0])
-        if key(problem, tiling) not in kernels:
-            packed = on_meta(layers.weights[name][0].packed)
-            kernels[key(problem, tiling)] = pool.submit(build, packed, problem, tiling)
+        first = layers.weights[name][0]
+        wanted[name] = [*like(tuned, cuts[name]), *held_candidates(problem, first)]
+        for tiling in wanted[name]:
+            if key(problem, tiling) not in kernels:
+                packed = on_meta(first.packed)
+                kernels[key(problem, tiling)] = pool.submit(build, packed, problem, tiling)
     for future in kernels.values():
         future.exception()  # what cannot be built is told where it is timed
     print(f"{rows:>4} rows, as tuned {layers.us(best):.2f} us a layer", flush=True)
     for name in ORDER:
         ranking = []
-        for tiling in (best[name], *like(best[name], cuts[name])):
+        for tiling in (best[name], *wanted[name]):
             try:
                 ranking.append((layers.us(best | {name: tiling}), len(ranking), tiling))
             except Exception as error:  # told, and the next one is tried

@@ -48,7 +48,7 @@ from rackmount_quant.kernels.linear import Prepared
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.rounded_linear import RoundedProduct
 from rackmount_quant.kernels.rounding import RoundedRows, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS, RowTiling, Tiling
+from rackmount_quant.kernels.tuning import BUCKETS, AnyTiling, HeldTiling, RowTiling, Tiling
 from rackmount_registry.formats import EPILOGUES, Weight
 
 ROWS = (0, 1, 2, 3, 8, 9, 16, 17, 33, 64, 65, 128, 256, 1000)
@@ -56,6 +56,8 @@ BOUNDS = {
     "few": 5e-3,
     "row": 5e-3,
     "row, in a loop": 5e-3,
+    "held": 5e-3,
+    "held, in slices": 5e-3,
     "many": 1e-2,
     "rounded": 0.1,
     "few rounded": 0.1,
@@ -66,6 +68,11 @@ CHECKED = Tiling(64, 128, 3, stages=4, warps=4, prefetch=2, registers=None)
 """How few rounded rows are checked: with blocks of two tiles in a program, and shared tiles."""
 CHECKED_ROWS = {"row": RowTiling(16, 32, 4), "row, in a loop": RowTiling(8, 2, 2)}
 """How one row is checked: with all columns at once, and step by step."""
+CHECKED_HELD = {
+    "held": HeldTiling(32, 8, 4, programs=2, registers=128),
+    "held, in slices": HeldTiling(16, 8, 1, programs=2, registers=128),
+}
+"""How tokens that are held are checked: some warps without columns, and slices of them."""
 
 ODD: dict[str, Callable[[], Weight]] = {
     "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
@@ -135,7 +142,13 @@ def ways_of(prepared: Prepared, epilogue: str, rows: int) -> dict[str, Prepared]
     if rows == 1 and tuning.block_k_of(prepared.packed) is not None:
         exact = replace(prepared, many=None)
         ways |= {way: forced(exact, tiling) for way, tiling in CHECKED_ROWS.items()}
+    if 0 < rows <= tuning.HELD_ROWS:
+        held = {way: t for way, t in CHECKED_HELD.items() if t.takes(prepared.packed, epilogue)}
+        ways |= {way: forced(prepared, tiling) for way, tiling in held.items()}
     return ways
+
+
+KINDS: dict[type, str] = {RowTiling: "row", HeldTiling: "held"}
 
 
 def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
@@ -145,11 +158,11 @@ def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
         for r in rows:
             choose = tuning.choose_rounded if FORMATS[form].rounded else tuning.choose
             way = choose(first.packed, epilogues[0], BUCKETS[tuning.bucket_of(r)])
-            tiling = way if isinstance(way, Tiling | RowTiling) else None
+            tiling = way if isinstance(way, AnyTiling) else None
             few = bench.us(form, n, k, r, epilogues[0], tiling) if tiling else float("inf")
             many = bench.us(form, n, k, r, epilogues[0], None)
             rate = bytes_of(first) / few * 1e6
-            kind = "row" if isinstance(tiling, RowTiling) else "few"
+            kind = KINDS.get(type(tiling), "few")
             print(
                 f"{form:<12}{name:<22}{n:>6} x {k:<6}{epilogues[0]:<9}{r:>4} {kind} {few:>7.2f} us "
                 f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, many {many:>7.2f} us "

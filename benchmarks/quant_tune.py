@@ -19,10 +19,10 @@ from quant_weights import DTYPE, FORMATS, Bench, bytes_of
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.linear import Prepared, plan
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import RowTiling, Tiling
+from rackmount_quant.kernels.tuning import AnyTiling, HeldTiling, RowTiling, Tiling
 from rackmount_registry.device.launch import launch_options
 
-T = TypeVar("T", Tiling, RowTiling)
+T = TypeVar("T", Tiling, RowTiling, HeldTiling)
 
 CUTS: dict[int, tuple[tuple[int, int, int | None], ...]] = {
     8: ((64, 4, None), (128, 4, None), (64, 2, None), (128, 2, None), (32, 2, None)),
@@ -44,6 +44,14 @@ ROW_CUTS = tuple(itertools.product((4, 8, 16, 32), (2, 4, 8)))
 """block_n, warps of programs for one row."""
 ROW_STEPS = (8, 16, 32)
 """Blocks at a time, beside all."""
+HELD_CUTS = tuple(
+    HeldTiling(block_n, *cut)
+    for block_n in (16, 32)
+    for cut in ((16, 2, 1, 128), (8, 4, 2, 128), (8, 2, 2, 128), (16, 1, 1, 128), (8, 4, 1, None))
+)
+"""Programs that hold their tokens, which are all of an SM's registers or half of them."""
+MOST_IDLE = 1.15
+"""Blocks that a program's warps can hold, over those that it has."""
 LEAST_BYTES, MOST_BYTES, MOST_LOOPED_BYTES = 32, 512, 128
 """Of words that a thread of those has at a time; in a loop it loads as many ahead."""
 
@@ -103,7 +111,17 @@ def row_candidates(problem: Problem, first: Prepared) -> Iterator[RowTiling]:
             yield RowTiling(block_n, step, warps)
 
 
-def build(packed: Packed, problem: Problem, tiling: Tiling | RowTiling) -> None:
+def held_candidates(problem: Problem, first: Prepared) -> Iterator[HeldTiling]:
+    """Cuts of the weight for programs that hold their tokens."""
+    if problem.rows > tuning.HELD_ROWS or FORMATS[problem.form].rounded is not None:
+        return
+    for cut in HELD_CUTS:
+        held = cut.slices(problem.k) * cut.warps * cut.steps * tuning.HELD_K
+        if cut.takes(first.packed, problem.epilogue) and held <= MOST_IDLE * problem.k:
+            yield cut
+
+
+def build(packed: Packed, problem: Problem, tiling: AnyTiling) -> None:
     """Compiles a kernel into Triton's cache on disk; in a process of its own."""
     meta, silu = torch.device("meta"), problem.epilogue == "silu_mul"
     arrivals = torch.empty(packed.n, dtype=torch.int32, device=meta)
@@ -119,9 +137,9 @@ def build(packed: Packed, problem: Problem, tiling: Tiling | RowTiling) -> None:
     kernel.warmup(grid=grid, **arguments)
 
 
-def key(problem: Problem, tiling: Tiling | RowTiling) -> tuple[Any, ...]:
+def key(problem: Problem, tiling: AnyTiling) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
-    if isinstance(tiling, RowTiling):
+    if isinstance(tiling, RowTiling | HeldTiling):
         return problem.form, problem.k, tiling, problem.epilogue
     parts = triton.next_power_of_2(tiling.parts(problem.k))
     aligned, even = tiling.aligned(problem.k), problem.k % tiling.block_k == 0
@@ -150,7 +168,7 @@ class Search:
         self.pool = pool
         self.seconds = seconds
         self.start = time.monotonic()
-        self.rankings: dict[Problem, dict[Tiling | RowTiling, float]] = {}
+        self.rankings: dict[Problem, dict[AnyTiling, float]] = {}
         self.many_us: dict[Problem, float] = {}
 
     def first(self, problem: Problem) -> Prepared:
@@ -167,7 +185,7 @@ class Search:
     def round(
         self,
         name: str,
-        wanted: Mapping[Problem, Sequence[Tiling | RowTiling]],
+        wanted: Mapping[Problem, Sequence[AnyTiling]],
         until: float,
     ) -> None:
         """Times what is wanted, to a share `until` of the time."""
@@ -223,7 +241,10 @@ class Search:
         self.round("cuts", cuts, 0.5)
         self.write(near, out)
         of_one = {p: list(row_candidates(p, self.first(p))) for p in near}
-        self.round("one row", of_one, 0.7)
+        self.round("one row", of_one, 0.6)
+        self.write(near, out)
+        held = {p: list(held_candidates(p, self.first(p))) for p in near}
+        self.round("held tokens", held, 0.75)
         self.write(near, out)
         ahead = {
             p: [
@@ -243,7 +264,7 @@ class Search:
         for the one near it, and null where the way for many rows, if timed, was faster; of one row
         the best of its own, and null where that is not the fastest. Rounded rows that gain too
         little over exact ones, timed in the same search, are left out."""
-        table: dict[str, dict[str, list | None]] = {}
+        table: dict[str, dict[str, list | dict | None]] = {}
         for problem, other in near.items():
             source = problem if self.best(problem, 1, Tiling) else other
             for tiling in self.best(source, 1, Tiling):
@@ -260,6 +281,11 @@ class Search:
                     alone = self.rankings[problem][cut]
                     row["row"] = list(astuple(cut)) if alone < min(us, many) else None
                     self.tell(problem, alone, f"one row {cut}")
+                for cut in self.best(problem, 1, HeldTiling):
+                    held = self.rankings[problem][cut]
+                    if held < min(us, many):
+                        row[str(problem.rows)] = {"held": list(astuple(cut))}
+                    self.tell(problem, held, f"held tokens {cut}")
         known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
         for shape, row in table.items():
             known[shape] = known.get(shape, {}) | row
@@ -268,6 +294,7 @@ class Search:
         names = {
             "fields": [field.name for field in fields(Tiling)],
             "row_fields": [field.name for field in fields(RowTiling)],
+            "held_fields": [field.name for field in fields(HeldTiling)],
         }
         out.write_text(serialize(about | names | {"shapes": known}))
 

@@ -19,7 +19,7 @@ from rackmount_quant.kernels.grouped import GroupedLinear
 from rackmount_quant.kernels.int8 import ROWS_BY, Int8Linear
 from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.rounding import RoundedRows, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS, RowTiling, Tiling
+from rackmount_quant.kernels.tuning import BUCKETS, AnyTiling
 from rackmount_registry.formats import EPILOGUES, Weight
 
 DTYPE = torch.bfloat16
@@ -123,9 +123,7 @@ def residual_of(rows: int, n: int) -> Tensor:
     return torch.randn(rows, n, dtype=DTYPE, device="cuda")
 
 
-def forced(
-    prepared: Prepared, tiling: Tiling | RowTiling | None, rounded: bool = False
-) -> Prepared:
+def forced(prepared: Prepared, tiling: AnyTiling | None, rounded: bool = False) -> Prepared:
     """The same weight with one tiling for all products, of rounded inputs or of others."""
     if not rounded:
         return replace(prepared, tilings=_everywhere(tiling))
@@ -159,7 +157,7 @@ class Bench:
         k: int,
         rows: int,
         epilogue: str,
-        tiling: Tiling | RowTiling | None,
+        tiling: AnyTiling | None,
     ) -> float:
         """Microseconds of a product, one of many in a graph; infinite where it cannot run. A format
         with rounded inputs is given them rounded, as by a norm; where a residual is added, what

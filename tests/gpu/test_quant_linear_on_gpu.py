@@ -18,7 +18,15 @@ from rackmount_quant.kernels.linear import Prepared, QuantizedLinear
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.rounding import LARGEST, Rounding
-from rackmount_quant.kernels.tuning import BUCKETS, RowTiling, Tiling, block_k_of
+from rackmount_quant.kernels.tuning import (
+    BUCKETS,
+    HELD_ROWS,
+    AnyTiling,
+    HeldTiling,
+    RowTiling,
+    Tiling,
+    block_k_of,
+)
 from rackmount_registry.formats import Weight
 
 pytestmark = pytest.mark.gpu
@@ -60,6 +68,13 @@ ROW_TILINGS = {
     "few warps": RowTiling(4, 8, 2),
     "step by step": RowTiling(8, 2, 2),
 }
+HELD_TILINGS = {
+    "sixteen warps": HeldTiling(16, 16, 2, programs=1, registers=128),
+    "wide tiles": HeldTiling(32, 16, 2, programs=1, registers=128),
+    "two programs": HeldTiling(16, 8, 4, programs=2, registers=128),
+    "slices": HeldTiling(16, 8, 2, programs=2, registers=128),
+    "slices of wide tiles": HeldTiling(32, 16, 1, programs=1, registers=128),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -68,14 +83,15 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     poison(monkeypatch)
 
 
-def prepare(
-    weight: Weight, tiling: Tiling | RowTiling | None = FLAT
-) -> tuple[QuantizedLinear, Prepared]:
+def prepare(weight: Weight, tiling: AnyTiling | None = FLAT) -> tuple[QuantizedLinear, Prepared]:
     """With a tiling for all products, its blocks as wide as the weight allows; None: many rows."""
 
-    def choose(packed: Packed, *_: object) -> Tiling | RowTiling | None:
+    def choose(packed: Packed, epilogue: str, bucket: int) -> AnyTiling | None:
         if isinstance(tiling, Tiling):
             return replace(tiling, block_k=block_k_of(packed))
+        if isinstance(tiling, HeldTiling):
+            fits = bucket <= HELD_ROWS and tiling.takes(packed, epilogue)
+            return tiling if fits else replace(FLAT, block_k=block_k_of(packed))
         return tiling
 
     kernel = KERNELS.get(weight.format, Fp8Linear)(choose)
@@ -157,15 +173,18 @@ def test_all_who_share_a_tile_add_it_up(rows: int, columns: int, group: int, epi
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("tiling", "large"),
-    [(FLAT, 16_000), *((tiling, 1000) for tiling in ROW_TILINGS.values())],
-    ids=["few", *ROW_TILINGS],
+    [
+        *((tiling, 16_000) for tiling in (FLAT, HELD_TILINGS["sixteen warps"])),
+        *((tiling, 1000) for tiling in ROW_TILINGS.values()),
+    ],
+    ids=["few", "held", *ROW_TILINGS],
 )
 def test_a_large_input_leaves_the_others_their_digits(
-    tiling: Tiling | RowTiling, large: int, dtype: torch.dtype
+    tiling: AnyTiling, large: int, dtype: torch.dtype
 ) -> None:
     """Values bear an offset on their way, which must not drown what is small: 16 in few rows, 256
     in one."""
-    weight = int_groups(4, 1000, 4096, 128, device="cuda")
+    weight = int_groups(4, 1024, 4096, 128, device="cuda")
     words = weight.tensors["values"]
     words[:, 0] = words[:, 0] & 0x0FFFFFFF | -(1 << 31)  # column 7 is all zeros
     x = torch.randn(1, 4096, device="cuda").to(dtype) / 16 + 1
@@ -186,6 +205,21 @@ def test_one_row_gives_the_product(tiling: RowTiling, name: str, dtype: torch.dt
     for epilogue in EPILOGUES:
         bound = 4e-3 if dtype == torch.bfloat16 else 5e-4
         assert error(epilogue, 1, weight, made, dtype) < bound
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("zeros", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize("size", [(6144, 4096), (4096, 14336), (32, 256)], ids=str)
+@pytest.mark.parametrize("tiling", HELD_TILINGS.values(), ids=HELD_TILINGS)
+def test_held_tokens_give_the_product(
+    tiling: HeldTiling, size: tuple[int, int], zeros: bool, dtype: torch.dtype
+) -> None:
+    weight = int_groups(4, *size, 128, zeros=zeros, device="cuda")
+    made = prepare(weight, tiling)
+    assert tiling.takes(made[1].packed, "none")
+    for epilogue, rows in itertools.product(EPILOGUES, range(1, HELD_ROWS + 1)):
+        bound = 4e-3 if dtype == torch.bfloat16 else 5e-4
+        assert error(epilogue, rows, weight, made, dtype) < bound
 
 
 @pytest.mark.parametrize("name", WEIGHTS)
@@ -221,10 +255,10 @@ def test_the_chosen_tilings_give_the_product(make: Callable[[], Weight]) -> None
 
 @pytest.mark.parametrize(
     ("rows", "tiling"),
-    [(16, FLAT), (33, TILINGS["split tiles"])],
-    ids=["the last adds up", "all add up"],
+    [(16, FLAT), (33, TILINGS["split tiles"]), (8, HELD_TILINGS["sixteen warps"])],
+    ids=["the last adds up", "all add up", "held tokens"],
 )
-def test_a_chain_in_a_graph_gives_the_same_bits_each_time(rows: int, tiling: Tiling) -> None:
+def test_a_chain_in_a_graph_gives_the_same_bits_each_time(rows: int, tiling: AnyTiling) -> None:
     """Each product reads the one before, which may still be running as its kernel starts."""
     weights = [int_groups(4, 1024, 1024, 128, device="cuda") for _ in range(4)]
     weights += [fp8_rows(1024, 1024, device="cuda") for _ in range(4)]

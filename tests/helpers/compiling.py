@@ -5,6 +5,8 @@ Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: 
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
        python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
 `one_row_kernel`, after the bytes of a thread's stack.
+       python -m tests.helpers.compiling held GROUP BLOCK_N WARPS STEPS PROGRAMS: prints that of
+`held_tokens_kernel` in four bits, after the bytes of a thread's stack.
        python -m tests.helpers.compiling many FORMAT GROUP: prints that of `dequantize_kernel`.
 """
 
@@ -24,7 +26,7 @@ from triton.compiler import ASTSource
 from rackmount_quant.kernels.linear import Prepared, plan
 from rackmount_quant.kernels.many_rows import arguments_of, dequantize_kernel
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import RowTiling, Tiling
+from rackmount_quant.kernels.tuning import AnyTiling, HeldTiling, RowTiling, Tiling
 
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -88,15 +90,19 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
         return
     arrivals = torch.empty(n, dtype=torch.int32, **on)
     prepared = Prepared(packed=packed, arrivals=arrivals, tilings={})
+    tokens: int
+    tiling: AnyTiling
     if way == "row":
         tokens, tiling = 1, RowTiling(*sizes)
+    elif way == "held":
+        tokens, tiling = 8, HeldTiling(*sizes, registers=128)
     else:
         tokens, block_n, warps = sizes
         tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
     x, out = (torch.empty((tokens, size), dtype=torch.bfloat16, **on) for size in (k, n))
     kernel, _, arguments = plan(tiling, x, prepared, None, None, out, False)
     made = compiled(kernel, arguments, 90)
-    if way == "row":
+    if way in ("row", "held"):
         print(stack_of(made))
     print(made.asm["ptx"])
 

@@ -43,6 +43,7 @@ Found = dict[str, list[str]]
 HIDDEN, WIDTH, TOP_K = 64, 48, 3
 WEIGHTS = {
     "int4 groups": (lambda n: int_groups(4, n, 256, 64), GroupedLinear),
+    "int4 wide groups": (lambda n: int_groups(4, n, 1152, 128, zeros=True), GroupedLinear),
     "int4 groups with zeros": (lambda n: int_groups(4, n, 200, 32, zeros=True), GroupedLinear),
     "int8 rows": (lambda n: int8_rows(n, 272), Int8Linear),
     "fp8 rows": (lambda n: fp8_rows(n, 144), Fp8Linear),
@@ -136,12 +137,18 @@ def experts(case: str) -> Found:
 def linear(case: str) -> Found:
     """Two layers of each kind, with widths and biases of two kinds; `case` names one of `WEIGHTS`,
     or is "rounded": from nine rows on, in the layers that can be. With "one row: " before it a
-    single row has a kernel of its own."""
-    *alone, case = case.split(": ")
+    single row has a kernel of its own, with "held: " programs hold the tokens of up to eight, in
+    two slices if they may."""
+    *other, case = case.split(": ")
+    held = [quant_tuning.HeldTiling(16, 8, 1 << whole, 1, 128) for whole in (False, True)]
 
     def choose(packed: Any, epilogue: str, bucket: int) -> Any:
-        if alone and bucket == 1:
+        if other == ["one row"] and bucket == 1:
             return quant_tuning.RowTiling(8, 2, 4)
+        if other == ["held"] and bucket <= quant_tuning.HELD_ROWS:
+            for cut in held:
+                if cut.takes(packed, epilogue):
+                    return cut
         return quant_tuning.rule(packed, bucket, NUM_SMS)
 
     if case == "rounded":

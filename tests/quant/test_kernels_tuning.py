@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.packed import Packed
-from rackmount_quant.kernels.tuning import BUCKETS, MAX_PARTS, RowTiling, Tiling
+from rackmount_quant.kernels.tuning import BUCKETS, MAX_PARTS, HeldTiling, RowTiling, Tiling
 from rackmount_registry.formats import EPILOGUES
 
 
@@ -124,6 +124,22 @@ def test_one_row_has_a_tiling_of_its_own_where_that_was_the_fastest(
     assert tuning.choose(weight, "silu_mul", 1) == tuning.rule(weight, 1, 132)
 
 
+def test_tokens_are_held_where_that_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    few, held = [64, 128, 2, 4, 4, 2, 96], [16, 8, 1, 2, 128]
+    table = {
+        "fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"],
+        "held_fields": ["block_n", "warps", "steps", "programs", "registers"],
+        "shapes": {"int4/128 512x1024 add": {"1": few, "2": {"held": held}, "16": few}},
+    }
+    monkeypatch.setattr(tuning, "table_of", lambda gpu: tuning.parse(table))
+    properties = SimpleNamespace(name="a GPU", multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    weight = packed("int4", 512, 1024, 128)
+    chosen = [tuning.choose(weight, "add", bucket) for bucket in (1, 2, 4, 8, 16)]
+    assert chosen == [Tiling(*few), *[HeldTiling(*held)] * 3, Tiling(*few)]
+    assert HeldTiling(*held).takes(weight, "add")
+
+
 def test_rows_are_rounded_only_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     table = {"fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"]}
     few = [64, 128, 2, 4, 4, 2, None]
@@ -156,6 +172,12 @@ def test_shipped_tables_hold_legal_tilings() -> None:
             k, group = int(shape.split("x")[1]), kind.split("/")[1]
             cut = row.pop("row", None)
             assert cut is None or (not rounded and cut.step & (cut.step - 1) == 0)
+            held = [bucket for bucket, each in row.items() if isinstance(each, HeldTiling)]
+            assert all(bucket <= tuning.HELD_ROWS for bucket in held)
+            for tiling in (row.pop(bucket) for bucket in held):
+                n = int(shape.split("x")[0])
+                weight = packed(kind.split("/")[0], n, k, int(group))
+                assert not rounded and tiling.takes(weight, epilogue)
             for tiling in filter(None, row.values()):
                 assert tiling.parts(k) <= MAX_PARTS
                 assert group == "rows" or int(group) % tiling.block_k == 0

@@ -14,11 +14,12 @@ from triton.runtime.jit import JITFunction
 from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.elementwise import gather_columns, silu_mul
 from rackmount_quant.kernels.few_rows import few_rows_kernel
+from rackmount_quant.kernels.held_tokens import held_tokens_kernel
 from rackmount_quant.kernels.many_rows import dequantize
 from rackmount_quant.kernels.one_row import one_row_kernel
 from rackmount_quant.kernels.packed import Packed
 from rackmount_quant.kernels.rounding import RoundedRows
-from rackmount_quant.kernels.tuning import Choose, RowTiling, Tiling
+from rackmount_quant.kernels.tuning import AnyTiling, Choose, HeldTiling, RowTiling, Tiling
 from rackmount_registry.device.ahead import AheadCompiler, traits
 from rackmount_registry.device.launch import launch_options
 from rackmount_registry.formats import Rounded, Weight
@@ -37,15 +38,15 @@ class Prepared:
     packed: Packed
     arrivals: Tensor
     """int32, a counter for each tile: zeros between products."""
-    tilings: Mapping[str, tuple[Tiling | RowTiling | None, ...]]
-    """Epilogue -> one for each of `tuning.BUCKETS`, a RowTiling at most for the first; None where
-    the dequantized matrix is multiplied."""
+    tilings: Mapping[str, tuple[AnyTiling | None, ...]]
+    """Epilogue -> one for each of `tuning.BUCKETS`, a RowTiling at most for the first, a HeldTiling
+    for up to `tuning.HELD_ROWS`; None where the dequantized matrix is multiplied."""
     uses: tuple[str, ...] = ("none",)
     """Epilogues that will be asked for."""
     many: Any = None
     """What a kernel's `many_rows` needs beside."""
 
-    def tiling(self, epilogue: str, rows: int) -> Tiling | RowTiling | None:
+    def tiling(self, epilogue: str, rows: int) -> AnyTiling | None:
         if not 0 < rows <= tuning.MAX_ROWS:
             return None
         return self.tilings[epilogue][tuning.bucket_of(rows)]
@@ -111,7 +112,7 @@ class QuantizedLinear:
 
     def _begin(
         self,
-        tiling: Tiling | RowTiling,
+        tiling: AnyTiling,
         x: Tensor | RoundedRows,
         prepared: Prepared,
         epilogue: str,
@@ -181,7 +182,7 @@ class QuantizedLinear:
 
     def _launch(
         self,
-        tiling: Tiling | RowTiling,
+        tiling: AnyTiling,
         epilogue: str,
         x: Tensor | RoundedRows,
         prepared: Prepared,
@@ -203,7 +204,7 @@ class QuantizedLinear:
 
 
 def plan(
-    tiling: Tiling | RowTiling,
+    tiling: AnyTiling,
     x: Tensor | RoundedRows,
     prepared: Prepared,
     bias: Tensor | None,
@@ -216,11 +217,12 @@ def plan(
     values = x.values if isinstance(x, RoundedRows) else x
     assert values.stride(1) == 1 and not (silu and packed.n % 2)
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
-    kernel, grid, arguments = (
-        _of_one_row(tiling, x, packed)
-        if isinstance(tiling, RowTiling)
-        else _of_few_rows(tiling, x, prepared, residual)
-    )
+    if isinstance(tiling, RowTiling):
+        kernel, grid, arguments = _of_one_row(tiling, x, packed)
+    elif isinstance(tiling, HeldTiling):
+        kernel, grid, arguments = _of_held_tokens(tiling, x, prepared, residual, silu)
+    else:
+        kernel, grid, arguments = _of_few_rows(tiling, x, prepared, residual)
     arguments |= {
         "x": values,
         "bias": bias,
@@ -251,6 +253,51 @@ def _of_one_row(
         "EVEN_K": packed.k % span == 0,
     }
     return one_row_kernel, (triton.cdiv(packed.n, tiling.block_n),), arguments
+
+
+def _of_held_tokens(
+    tiling: HeldTiling,
+    x: Tensor | RoundedRows,
+    prepared: Prepared,
+    residual: Tensor | None,
+    silu: bool,
+) -> tuple[JITFunction, tuple[int], dict[str, Any]]:
+    """What `plan` gives, as far as it is this kernel's own."""
+    packed = prepared.packed
+    assert isinstance(x, Tensor) and x.shape[1] == packed.k and len(x) <= tuning.HELD_ROWS
+    assert tiling.takes(packed, "silu_mul" if silu else "none")
+    row_stride, block_stride = packed.strides(tuning.HELD_K)
+    assert row_stride == tuning.HELD_K // packed.per_word
+    tiles, slices = packed.n // tiling.block_n, tiling.slices(packed.k)
+    lanes = min(tiles, max(1, num_sms_of(x.device) * tiling.programs // slices))
+    partials = None
+    if slices > 1:
+        size = (tiles, slices, tuning.HELD_ROWS * tiling.block_n)
+        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    arguments = {
+        "words": packed.words,
+        "scales": packed.scales,
+        "zeros": packed.zeros,
+        "partials": partials,
+        "arrivals": prepared.arrivals,
+        "M": len(x),
+        "tiles": tiles,
+        # One row has any stride, and the kernel wants one that keeps rows aligned.
+        "x_stride": x.stride(0) if len(x) > 1 else packed.k,
+        "residual_stride": residual.stride(0) if residual is not None and len(x) > 1 else packed.n,
+        "block_stride": block_stride,
+        "scale_stride": packed.scales.stride(0),
+        "BLOCKS_PER_SCALE": packed.group // tuning.HELD_K,
+        "BLOCK_M": tuning.HELD_ROWS,
+        "WARPS": tiling.warps,
+        "STEPS": tiling.steps,
+        "SLICES": slices,
+        "EVEN": slices * tiling.warps * tiling.steps * tuning.HELD_K == packed.k,
+        "num_stages": 1,
+    }
+    if tiling.registers is not None:
+        arguments["maxnreg"] = tiling.registers
+    return held_tokens_kernel, (lanes * slices,), arguments
 
 
 def _of_few_rows(

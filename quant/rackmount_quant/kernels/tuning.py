@@ -4,9 +4,10 @@ A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.p
 `benchmarks/layer_tilings.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
 KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
-product with the dequantized matrix was faster. One that is not there has what one with as many
-tokens a tile has. "row" is a bucket of its own, of one row in `one_row_kernel`, with the names of
-RowTiling's fields in "row_fields"; null or none says that the kernel for few rows was faster.
+product with the dequantized matrix was faster, `{"held": values}` that programs which hold their
+tokens were, with the names of HeldTiling's fields in "held_fields". One that is not there has what
+one with as many tokens a tile has. "row" is a bucket of its own, of one row in `one_row_kernel`,
+with the names of RowTiling's fields in "row_fields"; null or none says that another was faster.
 
 "KIND rounded NxK EPILOGUE" has buckets where products of rounded rows were faster by
 `ROUNDING_GAIN`; null says that of those the way for many rows was the fastest.
@@ -40,7 +41,7 @@ RULED: Mapping[int, tuple[int, int, int | None, int]] = {
 }
 """Tokens a tile -> block_n, warps, registers and programs an SM: what registers and shared memory
 of an SM allow. For shapes that were not timed it is a guess."""
-MIN_BLOCK_N = 32
+MIN_BLOCK_N = 16
 MOST_BYTES = 1 << 31
 """Of a weight's words: beside rounded inputs they are numbers of one byte, counted in int32."""
 MMA_COLUMNS = 16
@@ -48,6 +49,11 @@ LAST_ADDS_M = 8
 """Up to so many tokens a tile the program that comes last adds up its parts."""
 MAX_PARTS = 32
 """Programs that may share a tile: the kernel is unrolled over them."""
+HELD_ROWS = 8
+HELD_K = 128
+"""Most rows, and columns of a block, where programs hold their tokens."""
+REGISTERS, MOST_REGISTERS = 65536, 255
+"""Of an SM, and of a thread."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +112,41 @@ class RowTiling:
     warps: int
 
 
+@dataclass(frozen=True)
+class HeldTiling:
+    """How a product of up to eight rows is cut into programs that hold their tokens; see
+    `held_tokens.held_tokens_kernel`."""
+
+    block_n: int
+    """Weight rows a tile, 16 or 32; with "silu_mul" half of them are gate rows."""
+    warps: int
+    """Of a program, 8 or 16: each has other columns."""
+    steps: int
+    """Blocks of `HELD_K` columns whose tokens a warp holds."""
+    programs: int
+    """That an SM has room for."""
+    registers: int | None
+
+    def slices(self, k: int) -> int:
+        """Programs that share a tile."""
+        return -(-k // (self.warps * self.steps * HELD_K))
+
+    def takes(self, packed: Packed, epilogue: str) -> bool:
+        """Whether it can make this weight's product, of up to `HELD_ROWS` rows. Programs that share
+        tiles wait for each other, so that all must have room."""
+        registers = (self.registers or MOST_REGISTERS) * 32 * self.warps * self.programs
+        shared = self.slices(packed.k) > 1
+        even = packed.k % HELD_K == 0 and packed.n % self.block_n == 0
+        grouped = packed.group > 0 and packed.group % HELD_K == 0
+        whole = packed.format == "int4" and packed.panel == HELD_K
+        cut = not shared or (epilogue != "silu_mul" and registers <= REGISTERS)
+        return even and grouped and whole and cut and block_k_of(packed) is not None
+
+
+AnyTiling = Tiling | RowTiling | HeldTiling
 Bucket = int | Literal["row"]
-Table = Mapping[str, Mapping[Bucket, Tiling | RowTiling | None]]
-Choose = Callable[[Packed, str, int], Tiling | RowTiling | None]
+Table = Mapping[str, Mapping[Bucket, AnyTiling | None]]
+Choose = Callable[[Packed, str, int], AnyTiling | None]
 """`choose(packed, epilogue, bucket)`; see `choose`."""
 ROUNDING_GAIN = 0.95
 """Rounded rows must take no more of the exact product's time, or it is left exact."""
@@ -154,7 +192,7 @@ def for_all(choose: Callable[[Packed, str, int], T], packed: Packed) -> dict[str
     }
 
 
-def choose(packed: Packed, epilogue: str, bucket: int) -> Tiling | RowTiling | None:
+def choose(packed: Packed, epilogue: str, bucket: int) -> AnyTiling | None:
     """The tiling of a product on its weight's GPU; None: it is made as that of many rows.
     `epilogue` is one of `formats.EPILOGUES`, or "none"."""
     if block_k_of(packed) is None:
@@ -180,7 +218,7 @@ def choose_rounded(packed: Packed, epilogue: str, bucket: int) -> Way:
     if bucket not in row:
         return "exact"
     tiling = row[bucket]
-    assert not isinstance(tiling, RowTiling)
+    assert not isinstance(tiling, RowTiling | HeldTiling)
     return tiling or "many"
 
 
@@ -194,9 +232,11 @@ def table_of(gpu: str) -> Table:
 def parse(table: Mapping) -> Table:
     """A table's shapes: "KIND NxK EPILOGUE" -> bucket -> tiling, or None."""
 
-    def tiling(bucket: str, values: list | None) -> Tiling | RowTiling | None:
+    def tiling(bucket: str, values: list | dict | None) -> AnyTiling | None:
         if values is None:
             return None
+        if isinstance(values, dict):
+            return HeldTiling(**dict(zip(table["held_fields"], values["held"], strict=True)))
         if bucket == "row":
             return RowTiling(**dict(zip(table["row_fields"], values, strict=True)))
         return Tiling(**dict(zip(table["fields"], values, strict=True)))
