@@ -252,7 +252,17 @@ def test_an_answer_that_the_model_cannot_give_ends_with_1(model, tmp_path):
     edit_tensors(broken, lambda tensors: tensors["model.norm.weight"].fill_(float("nan")))
     result = run(broken, "hello")
     assert (result.exit_code, result.stdout) == (1, "\n")
-    assert "0 tokens, " in result.stderr and "ended by error" in result.stderr
+    assert "0 tokens, " in result.stderr
+    assert result.stderr.endswith("ended by error: the model's logits left no token to sample\n")
+
+
+def test_a_key_of_the_config_is_blamed_for_what_is_wrong_with_it(model, tmp_path):
+    """And not the tokenizer, whose library reads the config too."""
+    broken = Path(shutil.copytree(model, tmp_path / "broken"))
+    edit_config(broken, lambda config: config.update(num_hidden_layers="two"))
+    result = run(broken, "hello")
+    assert result.exit_code == 2
+    assert "num_hidden_layers='two' must be a positive integer" in result.stderr
 
 
 def test_the_startup_report_says_what_was_mounted_and_what_fits(model):

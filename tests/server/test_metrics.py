@@ -223,7 +223,10 @@ def test_two_applications_count_apart() -> None:
 
 def test_the_dashboard_asks_for_nothing_that_is_not_there() -> None:
     dashboard = json.loads(DASHBOARD.read_text())
-    text = ask(fake_app(FakeEngine()), "/metrics").text
+    engine = FakeEngine()
+    engine.description["expert_layers"] = ["a"]
+    engine.loads = [ExpertLoad("a", np.array([1, 0]))]
+    text = ask(fake_app(engine), "/metrics").text
     there = set(re.findall(r"^rackmount:\w+", text, re.MULTILINE))
     there |= set(re.findall(r"^# TYPE (rackmount:\w+)", text, re.MULTILINE))
     asked_for = set(re.findall(r"rackmount:\w+", json.dumps(dashboard)))

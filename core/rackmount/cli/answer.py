@@ -37,6 +37,8 @@ class Answer:
     def __str__(self) -> str:
         rate = "" if self.decode_rate is None else f" at {self.decode_rate:.1f} tokens/s"
         end = "" if self.finish_reason == "stop" else f", ended by {self.finish_reason}"
+        if self.finish_reason == "error":
+            end += ": the model's logits left no token to sample"
         return (
             f"{len(self.token_ids)} tokens{rate}, the first after {self.seconds_to_first:.2f} s; "
             f"prompt of {self.num_prompt_tokens}, {self.num_cached_tokens} of them cached{end}"

@@ -72,9 +72,9 @@ class Engine:
         path = locate(model, self.manager, report, weights=self.config.load_format != "dummy")
         checkpoint = open_model(path, self.manager, self.config.load_format)
         try:
-            # The tokenizer first: if it is broken, that is known before gigabytes are read.
-            tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
             self._rack = rack = draft_rack(self.config, checkpoint.config, self.manager)
+            # Before gigabytes are read, too; its library says less well what a config.json lacks.
+            tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
             self._core = EngineCore(
                 path,
                 Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),

@@ -210,7 +210,10 @@ def _sequences(
 ) -> list[list[int]]:
     """The text in pieces, each with what stands before a text."""
     if text is None:
-        raise ConfigError("data is needed to find scales; name a file of text")
+        raise ConfigError(
+            "data is needed to find scales: name a file of text as data, or choose "
+            "kv_scales='none' and activations='dynamic', which need none"
+        )
     tokenizer = checkpoint.tokenizer(trust_remote_code=rack.config.trust_remote_code)
     if tokenizer is None:
         raise ConfigError("the model has no tokenizer to read a text with")

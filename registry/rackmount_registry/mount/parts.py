@@ -174,4 +174,5 @@ def _refuse_unused(asked: Mapping[str, str]) -> None:
     """A part that was asked for and has nothing to do is no choice that was honoured."""
     for kind in (ExpertKernelDescriptor.kind, TokenDispatcher.kind):
         if (name := asked.get(kind, "auto")) != "auto":
-            raise SelectionError(f"{kind}={name!r} was asked for, and the model has no experts", ())
+            why = f"{kind}={name!r} was asked for, and the model has no experts; leave it 'auto'"
+            raise SelectionError(why, ())
