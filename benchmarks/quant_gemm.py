@@ -91,6 +91,9 @@ ODD: dict[str, Callable[[], Weight]] = {
 }
 """Sizes that fill nothing, and schemes of their own."""
 
+KINDS: dict[type, str] = {RowTiling: "row", HeldTiling: "held"}
+"""How times of tilings are told, but for those of few rows."""
+
 
 def check() -> None:
     """Prints what is further from float64 than rounding explains."""
@@ -146,9 +149,6 @@ def ways_of(prepared: Prepared, epilogue: str, rows: int) -> dict[str, Prepared]
         held = {way: t for way, t in CHECKED_HELD.items() if t.takes(prepared.packed, epilogue)}
         ways |= {way: forced(prepared, tiling) for way, tiling in held.items()}
     return ways
-
-
-KINDS: dict[type, str] = {RowTiling: "row", HeldTiling: "held"}
 
 
 def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:

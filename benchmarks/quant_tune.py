@@ -44,12 +44,16 @@ ROW_CUTS = tuple(itertools.product((4, 8, 16, 32), (2, 4, 8)))
 """block_n, warps of programs for one row."""
 ROW_STEPS = (8, 16, 32)
 """Blocks at a time, beside all."""
-HELD_CUTS = tuple(
-    HeldTiling(block_n, *cut)
-    for block_n in (16, 32)
-    for cut in ((16, 2, 1, 128), (8, 4, 2, 128), (8, 2, 2, 128), (16, 1, 1, 128), (8, 4, 1, None))
+HELD_CUTS = (
+    HeldTiling(16, 16, 2, programs=1, registers=128),
+    HeldTiling(32, 16, 2, programs=1, registers=128),
+    HeldTiling(16, 16, 1, programs=1, registers=128),
+    HeldTiling(32, 16, 1, programs=1, registers=128),
+    HeldTiling(16, 8, 4, programs=2, registers=128),
+    HeldTiling(16, 8, 2, programs=2, registers=128),
+    HeldTiling(32, 8, 2, programs=2, registers=128),
 )
-"""Programs that hold their tokens, which are all of an SM's registers or half of them."""
+"""Programs that hold their tokens, in all of an SM's registers; more tokens would not fit."""
 MOST_IDLE = 1.15
 """Blocks that a program's warps can hold, over those that it has."""
 LEAST_BYTES, MOST_BYTES, MOST_LOOPED_BYTES = 32, 512, 128
@@ -277,15 +281,16 @@ class Search:
                 row = table.setdefault(f"{kind} {shape}", {}) if gains or not rounded else {}
                 row[str(problem.rows)] = values and list(values)
                 self.tell(problem, us, f"many {many:>7.2f} us  {row[str(problem.rows)]}")
+                fastest = min(us, many)
+                for held in self.best(problem, 1, HeldTiling):
+                    alone = self.rankings[problem][held]
+                    if alone < fastest:
+                        row[str(problem.rows)], fastest = {"held": list(astuple(held))}, alone
+                    self.tell(problem, alone, f"held tokens {held}")
                 for cut in self.best(problem, 1, RowTiling):
                     alone = self.rankings[problem][cut]
-                    row["row"] = list(astuple(cut)) if alone < min(us, many) else None
+                    row["row"] = list(astuple(cut)) if alone < fastest else None
                     self.tell(problem, alone, f"one row {cut}")
-                for cut in self.best(problem, 1, HeldTiling):
-                    held = self.rankings[problem][cut]
-                    if held < min(us, many):
-                        row[str(problem.rows)] = {"held": list(astuple(cut))}
-                    self.tell(problem, held, f"held tokens {cut}")
         known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
         for shape, row in table.items():
             known[shape] = known.get(shape, {}) | row

@@ -12,12 +12,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -38,12 +39,18 @@ FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 QUACK = "0.6."
 """Releases of quack whose modules are known to do without the package."""
+PTXAS = "CUTE_DSL_PTXAS_PATH"
+"""Where it is set, the package changes how kernels are compiled, and has to be imported."""
+
+_bare = Lock()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """A step's tables, and what the host may say of it."""
 
+    attend: Callable[..., tuple[Tensor, Any]]
+    """FlashAttention's function."""
     tables: DeviceTables
     max_query_len: int | None
     """A bound; None where it changes nothing but the number of variants to compile."""
@@ -56,8 +63,8 @@ class FlashAttention:
         # It keeps compiled kernels only where it is told to, before it is imported.
         os.environ.setdefault(ENABLED, "1")
         os.environ.setdefault(FOLDER, str(kernel_folder()))
-        # It brings a compiler, whose import takes seconds: beside that of the weights.
-        self._attend = ThreadPoolExecutor(1, "flash-attn").submit(import_it).result
+        # It brings a compiler, whose import takes seconds: while weights are read.
+        self._imported = ThreadPoolExecutor(1, "flash-attn").submit(import_it)
         self._block_size = context.block_size
         # Below 10.0 there is no kernel that splits a sequence's keys. Where there is one, 0 leaves
         # the number to a heuristic, which goes by shapes and by the bound of the query lengths.
@@ -66,10 +73,12 @@ class FlashAttention:
         self._unmarked = set(context.layers if keeps_kernels() else ())
 
     def plan(self, batch: AttentionBatch) -> Plan:
-        """The engine's tables, no copies."""
+        """The engine's tables, no copies. The first one waits for the import, and raises what is
+        wrong with it."""
         assert batch.on_device is not None
         query_lens = batch.query_start_loc[1:] - batch.query_start_loc[:-1]
         return Plan(
+            attend=self._imported.result(),
             tables=batch.on_device,
             max_query_len=int(query_lens.max(initial=0)) if self._splits else None,
         )
@@ -89,7 +98,7 @@ class FlashAttention:
         shape = (2, -1, self._block_size, params.num_kv_heads, params.head_size)
         keys, values = cache.view(shape).unbind()
         window = params.sliding_window
-        out, _ = self._attend()(
+        out, _ = plan.attend(
             q,
             keys,
             values,
@@ -117,7 +126,8 @@ class FlashAttention:
 
 def import_it() -> Callable[..., tuple[Tensor, Any]]:
     """The function that attends."""
-    with modules_alone("quack", "quack-kernels", QUACK):
+    alone = modules_alone("quack", "quack-kernels", QUACK)
+    with nullcontext() if PTXAS in os.environ else alone:
         from flash_attn.cute import flash_attn_varlen_func
 
     return flash_attn_varlen_func
@@ -130,18 +140,21 @@ def modules_alone(package: str, distribution: str, releases: str) -> Iterator[No
 
     FlashAttention takes helpers from modules of quack, and quack itself imports kernels of its own
     and for them torch._dynamo: 5 of the 8 seconds that FlashAttention took on one host. Of what it
-    does besides, its indexing of CuTe tensors is imported here.
+    does besides, its indexing of CuTe tensors is imported here. Other threads that import the
+    package meanwhile get a bare one, and who does so later finds the modules that are there by
+    `from package import module` alone.
     """
-    spec = None if package in sys.modules else find_spec(package)
-    if spec is None or not release_of(distribution).startswith(releases):
-        yield
-        return
-    sys.modules[package] = module_from_spec(spec)
-    try:
-        import_module(f"{package}.dsl")
-        yield
-    finally:
-        del sys.modules[package]
+    with _bare:
+        spec = None if package in sys.modules else find_spec(package)
+        if spec is None or not release_of(distribution).startswith(releases):
+            yield
+            return
+        sys.modules[package] = module_from_spec(spec)
+        try:
+            import_module(f"{package}.dsl")
+            yield
+        finally:
+            sys.modules.pop(package, None)
 
 
 def missing_kernels(demand: Demand) -> str:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from threading import Lock
 
 _lock = Lock()
+# Of the process, as the collector is.
 _num_paused = 0
 _enabled_before = True
 

@@ -2,6 +2,9 @@
 arguments and computes by the definition."""
 
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -79,12 +82,23 @@ class Vendor:
         return torch.cat(outs), None
 
 
+def versions(known: dict[str, str]) -> Callable[[str], str]:
+    """`importlib.metadata.version` where these alone are installed."""
+
+    def version(distribution: str) -> str:
+        if distribution not in known:
+            raise PackageNotFoundError(distribution)
+        return known[distribution]
+
+    return version
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of this test alone; the package, which is not here, is of a release."""
     monkeypatch.setenv(flash_attn.FOLDER, str(tmp_path / "kernels"))
     monkeypatch.setenv(flash_attn.ENABLED, "1")
-    monkeypatch.setattr(flash_attn, "version", {"flash-attn-4": "4.0.0b36"}.__getitem__)
+    monkeypatch.setattr(flash_attn, "version", versions({"flash-attn-4": "4.0.0b36"}))
 
 
 @pytest.fixture(params=[(9, 0), (10, 0)], ids=["9.0", "10.0"])
@@ -238,8 +252,10 @@ def test_without_layers_no_kernel_counts_as_compiled(
 def test_a_run_that_failed_leaves_no_mark(
     vendor: Vendor, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        sys.modules["flash_attn.cute"], "flash_attn_varlen_func", lambda *args, **kwargs: 1 / 0
+    )
     case = make_case(FlashAttention, DECODE)
-    monkeypatch.setattr(case.backend, "_attend", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         case.run()
     assert missing_kernels(demand(compute_capability=capability))
@@ -283,7 +299,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / name / "dsl.py").write_text("INDEXED = True\n")
     (tmp_path / name / "helpers.py").write_text("from ducklike.dsl import INDEXED\nVALUE = 3\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(flash_attn, "version", {"duck-kernels": "0.6.5"}.__getitem__)
+    monkeypatch.setattr(flash_attn, "version", versions({"duck-kernels": "0.6.5"}))
     for module in (name, f"{name}.dsl", f"{name}.helpers", "heavy"):
         monkeypatch.delitem(sys.modules, module, raising=False)
     return name
@@ -293,9 +309,12 @@ def test_modules_are_imported_without_their_package(package: str) -> None:
     with modules_alone(package, "duck-kernels", "0.6."):
         assert import_module(f"{package}.helpers").VALUE == 3
     assert "heavy" not in sys.modules
-    # Who imports the package later gets all of it.
+    # Who imports the package later gets all of it, and the modules that are there by name.
     import_module(package)
     assert "heavy" in sys.modules
+    scope: dict[str, Any] = {}
+    exec(f"from {package} import helpers", scope)
+    assert scope["helpers"].VALUE == 3
 
 
 @pytest.mark.parametrize("releases", ["0.7.", "1."])
@@ -312,7 +331,20 @@ def test_a_package_that_is_there_already_is_left_alone(package: str) -> None:
     assert sys.modules[package] is whole
 
 
-def test_an_import_that_fails_is_told_where_attention_is_first_asked_for(
+def test_threads_may_import_at_a_time(package: str) -> None:
+    """As of two engines."""
+
+    def load(_: int) -> int:
+        with modules_alone(package, "duck-kernels", "0.6."):
+            time.sleep(0.01)
+            return int(import_module(f"{package}.helpers").VALUE)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(load, range(12))) == [3] * 12
+    assert package not in sys.modules and "heavy" not in sys.modules
+
+
+def test_an_import_that_fails_is_told_where_attention_is_first_planned(
     capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -57,7 +57,7 @@ def test_of_several_the_last_one_ends_it() -> None:
             started.set()
             done.wait()
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=other, daemon=True)
     with collector_paused():
         thread.start()
         started.wait()

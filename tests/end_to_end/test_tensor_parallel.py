@@ -261,8 +261,14 @@ def test_ranks_of_a_launcher_answer_once_and_end(tmp_path: Path) -> None:
 def test_two_ranks_of_a_launcher_equal_one_process(folder: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
-        "import sys\n"
+        "import gc, os\n"
+        "from rackmount.execution.worker import Worker\n"
         "from tests.helpers.engines import greedy, rows, tiny_engine, tokens_of\n"
+        "execute = Worker.execute\n"
+        "def collected(worker, plan):\n"
+        "    assert gc.isenabled(), f'rank {os.environ[\"RANK\"]}'\n"
+        "    return execute(worker, plan)\n"
+        "Worker.execute = collected\n"
         f"engine = tiny_engine({str(folder)!r}, tp=2, executor='external')\n"
         "print(tokens_of(engine, rows(5, 9, vocab=23), greedy(9)))\n"
     )

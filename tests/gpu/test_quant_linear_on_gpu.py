@@ -184,7 +184,8 @@ def test_a_large_input_leaves_the_others_their_digits(
 ) -> None:
     """Values bear an offset on their way, which must not drown what is small: 16 in few rows, 256
     in one."""
-    weight = int_groups(4, 1024, 4096, 128, device="cuda")
+    n = 1024 if isinstance(tiling, HeldTiling) else 1000
+    weight = int_groups(4, n, 4096, 128, device="cuda")
     words = weight.tensors["values"]
     words[:, 0] = words[:, 0] & 0x0FFFFFFF | -(1 << 31)  # column 7 is all zeros
     x = torch.randn(1, 4096, device="cuda").to(dtype) / 16 + 1
@@ -255,20 +256,26 @@ def test_the_chosen_tilings_give_the_product(make: Callable[[], Weight]) -> None
 
 @pytest.mark.parametrize(
     ("rows", "tiling"),
-    [(16, FLAT), (33, TILINGS["split tiles"]), (8, HELD_TILINGS["sixteen warps"])],
-    ids=["the last adds up", "all add up", "held tokens"],
+    [
+        (16, FLAT),
+        (33, TILINGS["split tiles"]),
+        (8, HELD_TILINGS["sixteen warps"]),
+        (8, HELD_TILINGS["slices of wide tiles"]),
+    ],
+    ids=["the last adds up", "all add up", "held tokens", "slices of held tokens"],
 )
 def test_a_chain_in_a_graph_gives_the_same_bits_each_time(rows: int, tiling: AnyTiling) -> None:
     """Each product reads the one before, which may still be running as its kernel starts."""
-    weights = [int_groups(4, 1024, 1024, 128, device="cuda") for _ in range(4)]
-    weights += [fp8_rows(1024, 1024, device="cuda") for _ in range(4)]
+    size = 4096
+    weights = [int_groups(4, size, size, 128, device="cuda") for _ in range(4)]
+    weights += [fp8_rows(size, size, device="cuda") for _ in range(4)]
     chain = [prepare(weight, tiling) for weight in weights]
-    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+    x = torch.randn(rows, size, device="cuda").bfloat16()
 
     def run() -> list[Tensor]:
         outs = [x]
         for kernel, prepared in chain:
-            outs.append(kernel.run(F.rms_norm(outs[-1], (1024,)), prepared, None))
+            outs.append(kernel.run(F.rms_norm(outs[-1], (size,)), prepared, None))
         return outs
 
     wanted = run()

@@ -5,8 +5,8 @@ Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: 
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
        python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
 `one_row_kernel`, after the bytes of a thread's stack.
-       python -m tests.helpers.compiling held GROUP BLOCK_N WARPS STEPS PROGRAMS: prints that of
-`held_tokens_kernel` in four bits, after the bytes of a thread's stack.
+       python -m tests.helpers.compiling held int4 GROUP BLOCK_N WARPS STEPS PROGRAMS: prints that
+of `held_tokens_kernel`, after the bytes of a thread's stack.
        python -m tests.helpers.compiling many FORMAT GROUP: prints that of `dequantize_kernel`.
 """
 

@@ -140,7 +140,7 @@ def linear(case: str) -> Found:
     single row has a kernel of its own, with "held: " programs hold the tokens of up to eight, in
     two slices if they may."""
     *other, case = case.split(": ")
-    held = [quant_tuning.HeldTiling(16, 8, 1 << whole, 1, 128) for whole in (False, True)]
+    held = [quant_tuning.HeldTiling(16, 8, steps, 1, 128) for steps in (1, 2)]
 
     def choose(packed: Any, epilogue: str, bucket: int) -> Any:
         if other == ["one row"] and bucket == 1:

@@ -94,7 +94,8 @@ def test_words_of_one_row_are_in_registers_before_x_may_be_read(
 
 
 @pytest.mark.parametrize(
-    ("block_n", "warps", "steps", "programs"), [(16, 16, 2, 1), (32, 16, 2, 1), (16, 8, 4, 2)]
+    ("block_n", "warps", "steps", "programs"),
+    [(16, 16, 2, 1), (32, 16, 2, 1), (16, 8, 4, 2), (32, 16, 1, 1), (32, 8, 2, 2)],
 )
 def test_held_tokens_and_words_go_from_memory_to_the_mma(
     block_n: int, warps: int, steps: int, programs: int

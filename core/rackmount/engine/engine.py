@@ -49,7 +49,6 @@ class Engine:
         SystemExit: on the other ranks of an external launch, once rank 0 has closed its engine.
     """
 
-    @collector_paused()
     def __init__(
         self,
         model: str | Path,
@@ -72,9 +71,10 @@ class Engine:
         path = locate(model, self.manager, report, weights=self.config.load_format != "dummy")
         checkpoint = open_model(path, self.manager, self.config.load_format)
         try:
-            self._rack = rack = draft_rack(self.config, checkpoint.config, self.manager)
-            # Before gigabytes are read, too; its library says less well what a config.json lacks.
-            tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
+            with collector_paused():
+                self._rack = rack = draft_rack(self.config, checkpoint.config, self.manager)
+                # Before gigabytes are read, too; its library says less well what a config lacks.
+                tokenizer = checkpoint.tokenizer(trust_remote_code=self.config.trust_remote_code)
             self._core = EngineCore(
                 path,
                 Live(manager=self.manager, rack=rack, checkpoint=checkpoint, report=report),

@@ -33,7 +33,7 @@ class Recorder:
         """Around captures, and the runs that prepare them."""
         torch.cuda.synchronize()
         self._stream.wait_stream(torch.cuda.current_stream())
-        # Nothing may be freed, and so synchronize, within a capture.
+        # A collection would free what is garbage, and so synchronize, within a capture.
         with torch.cuda.stream(self._stream), collector_paused():
             yield
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -44,9 +44,9 @@ def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
     if rack.captures_graphs:
         decode = DecodeGraphs(runner, sampler, padding_row)
         mixed = MixedGraphs(runner, padding_row)
-        graphs = _of_all(decode.capture, rack.decode_sizes) + _of_all(
-            mixed.capture, rack.mixed_sizes
-        )
+        sizes = rack.decode_sizes
+        first, other = (_taken(decode.capture, [size]) for size in (sizes[-1], sizes[0]))
+        graphs = first + other * (len(sizes) - 1) + _taken(mixed.capture, rack.mixed_sizes)
         del decode, mixed
     torch.cuda.empty_cache()
     return Profile(activations=activations, graphs=graphs)
@@ -60,14 +60,6 @@ def _run(runner: Runner, sampler: Sampler, flat: FlatBatch) -> None:
     runner.sample(tensors, logits.clone(), sampler.draw)
     token_ids = runner.sample(tensors, logits, sampler.draw_processed)
     runner.ops.logprobs(logits, token_ids.clamp(min=0).long(), 1)
-
-
-def _of_all(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:
-    """What graphs of all sizes will take, by those of the largest and of the smallest."""
-    if not sizes:
-        return 0
-    first, other = (_taken(capture, [size]) for size in (sizes[-1], sizes[0]))
-    return first + other * (len(sizes) - 1)
 
 
 def _taken(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:

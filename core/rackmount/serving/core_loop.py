@@ -147,13 +147,13 @@ class CoreLoop:
             self._mail.send(messages.Stepped(events, stats))
 
 
-@collector_paused()
 def _build(setup: RankSetup, mail: Mail) -> EngineCore:
     manager = PluginManager.discover()
     manager.prove(setup.manifest)
     path = Path(setup.path)
     with closing(open_model(path, manager, setup.config.load_format)) as checkpoint:
-        rack = draft_rack(setup.config, checkpoint.config, manager)
+        with collector_paused():
+            rack = draft_rack(setup.config, checkpoint.config, manager)
         live = Live(manager=manager, rack=rack, checkpoint=checkpoint, report=mail.report)
         core = EngineCore(path, live)
     mail.send(messages.Ready(core.limits, _describe(rack, core, manager)))

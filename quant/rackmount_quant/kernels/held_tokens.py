@@ -2,8 +2,8 @@
 
 A program goes over tiles of the weight's rows, and each of its warps has the same columns in all of
 them. So it reads its part of x once, and keeps it as operands of the MMA; what remains are words
-and scales, the next tile's while it multiplies. The warps' sums are added up once a tile. All of a
-GPU's registers hold tokens and words, and none go through shared memory.
+and scales, the next tile's while it multiplies. The warps' sums are added up once a tile. Tokens
+and words are in registers, most of an SM's, and none go through shared memory.
 
 A thread reads 16 bytes of a row at a time, which are 32 of its columns. In which order columns
 come, an MMA does not care: it is such that these words are the thread's part of the first operand,
@@ -18,7 +18,7 @@ from rackmount_quant.kernels.planes import int4_offset, int4_planes
 from rackmount_quant.kernels.stream_k import barrier
 
 LEAST_K: tl.constexpr = tl.constexpr(16)
-"""Of a product in Triton."""
+"""Columns of a first operand that `tl.dot` takes at least."""
 
 
 # A kernel for every number of rows and tiles would be compiled in vain.
@@ -68,14 +68,14 @@ def held_tokens_kernel(
     """
     dtype: tl.constexpr = x.dtype.element_ty
     blocks = tl.cdiv(K, 128)
-    lane, slice = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
-    lanes = tl.num_programs(0) // SLICES
+    team, member = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
+    teams = tl.num_programs(0) // SLICES
     share = tl.cdiv(blocks, SLICES)
-    first = slice * share + tl.arange(0, WARPS) * STEPS
-    end = tl.minimum(slice * share + share, blocks)
+    first = member * share + tl.arange(0, WARPS) * STEPS
+    end = tl.minimum(member * share + share, blocks)
     packed = ()
     for step in tl.static_range(STEPS):
-        read = _words(words, lane, first + step, end, N, block_stride, BLOCK_N, SILU_MUL, EVEN)
+        read = _words(words, team, first + step, end, N, block_stride, BLOCK_N, SILU_MUL, EVEN)
         packed += (read,)  # type: ignore[assignment]  # it grows while it is compiled
     if PDL:
         gdc_wait()
@@ -89,8 +89,8 @@ def held_tokens_kernel(
             # Rows of ones, which are all alike, sum the tokens' columns.
             total = tl.dot(tl.full((WARPS, 16, 32), 1.0, dtype), some, total)
         totals += (tl.max(total, 1),)  # type: ignore[assignment]
-    for tile in tl.range(lane, tiles, lanes, num_stages=1):
-        after = tl.minimum(tile + lanes, tiles - 1)
+    for tile in tl.range(team, tiles, teams, num_stages=1):
+        after = tl.minimum(tile + teams, tiles - 1)
         acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
         following = ()
         for step in tl.static_range(STEPS):
@@ -116,7 +116,7 @@ def held_tokens_kernel(
         packed = following
         if SLICES > 1:
             place = tl.arange(0, BLOCK_M * BLOCK_N)
-            at = partials + (tile * SLICES + slice) * (BLOCK_M * BLOCK_N) + place
+            at = partials + (tile * SLICES + member) * (BLOCK_M * BLOCK_N) + place
             tl.store(at, _sums(acc), mask=place // BLOCK_N < M)
         elif SILU_MUL:
             gate, up = _half_sums(acc)
@@ -131,8 +131,8 @@ def held_tokens_kernel(
             _write(_sums(acc), bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
     if SLICES > 1:
         _add_slices(
-            bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, lane, lanes,
-            slice, BLOCK_M, BLOCK_N, SLICES, COMPILED,
+            bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, team, teams,
+            member, BLOCK_M, BLOCK_N, SLICES, COMPILED,
         )  # fmt: skip
 
 
@@ -286,19 +286,19 @@ def _write(
 
 @triton.jit
 def _add_slices(
-    bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, lane, lanes, slice,
+    bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, team, teams, member,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Waits until all slices of the lane's tiles are there, then adds up some of its tiles."""
+    """Waits until all slices of the team's tiles are there, then adds up some of its tiles."""
     if COMPILED:
         barrier()
-    place = tl.atomic_add(arrivals + lane, 1, sem="acq_rel")
+    place = tl.atomic_add(arrivals + team, 1, sem="acq_rel")
     if COMPILED:
-        first, step = lane + slice * lanes, lanes * SLICES
+        first, step = team + member * teams, teams * SLICES
         while place < SLICES:
-            place = tl.atomic_add(arrivals + lane, 0, sem="acquire")
+            place = tl.atomic_add(arrivals + team, 0, sem="acquire")
     else:  # programs run one by one: the last adds up all
-        first, step = tl.where(place == SLICES - 1, lane, tiles), lanes
+        first, step = tl.where(place == SLICES - 1, team, tiles), teams
     inner = tl.arange(0, BLOCK_M * BLOCK_N)
     for tile in tl.range(first, tiles, step, num_stages=1):
         sums = tl.zeros((BLOCK_M * BLOCK_N,), tl.float32)
@@ -308,8 +308,8 @@ def _add_slices(
             sums += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         _write(sums, bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
     if COMPILED:
-        left = tl.atomic_add(arrivals + lane, 1, sem="relaxed")
+        left = tl.atomic_add(arrivals + team, 1, sem="relaxed")
         if left == 2 * SLICES - 1:
-            tl.store(arrivals + lane, 0)
+            tl.store(arrivals + team, 0)
     elif place == SLICES - 1:
-        tl.store(arrivals + lane, 0)
+        tl.store(arrivals + team, 0)

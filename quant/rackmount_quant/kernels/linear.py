@@ -1,5 +1,6 @@
 """What the linear kernels for quantized weights have in common: few rows at memory speed by one
-Triton kernel, a single row where that was measured by another, many rows in a way of their own."""
+Triton kernel, a single row or up to eight where that was measured by others, many rows in a way of
+their own."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -269,7 +270,9 @@ def _of_held_tokens(
     row_stride, block_stride = packed.strides(tuning.HELD_K)
     assert row_stride == tuning.HELD_K // packed.per_word
     tiles, slices = packed.n // tiling.block_n, tiling.slices(packed.k)
-    lanes = min(tiles, max(1, num_sms_of(x.device) * tiling.programs // slices))
+    room = num_sms_of(x.device) * tiling.programs
+    assert slices <= room, "programs that wait for each other run at a time"
+    teams = min(tiles, room // slices)
     partials = None
     if slices > 1:
         size = (tiles, slices, tuning.HELD_ROWS * tiling.block_n)
@@ -297,7 +300,7 @@ def _of_held_tokens(
     }
     if tiling.registers is not None:
         arguments["maxnreg"] = tiling.registers
-    return held_tokens_kernel, (lanes * slices,), arguments
+    return held_tokens_kernel, (teams * slices,), arguments
 
 
 def _of_few_rows(

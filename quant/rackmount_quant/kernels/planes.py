@@ -1,9 +1,9 @@
 """Quantized weights become operands of mma.sync in registers, without a `join`.
 
-Words are as in `rackmount_registry.device.unpack`. Of their halves, int16 [R, C], which are read
-alike, plane i has in column c the weight's column `plane_columns`(c, i), and there is a product for
-each plane. `dtype` is bfloat16 or float16, and values are exact in it. COMPILED: not in the
-interpreter, which knows no assembly.
+Words are as in `rackmount_registry.device.unpack`. Of their halves, int16 [R, C] (or in more axes,
+without `along` and zeros), which are read alike, plane i has in column c the weight's column
+`plane_columns`(c, i), and there is a product for each plane. `dtype` is bfloat16 or float16, and
+values are exact in it. COMPILED: not in the interpreter, which knows no assembly.
 """
 
 import triton
