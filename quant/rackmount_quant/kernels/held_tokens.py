@@ -39,8 +39,8 @@ def held_tokens_kernel(
     tiles,
     x_stride,
     residual_stride,
-    block_stride,
-    scale_stride,
+    BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -48,6 +48,7 @@ def held_tokens_kernel(
     STEPS: tl.constexpr,
     SLICES: tl.constexpr,
     EVEN: tl.constexpr,
+    UP: tl.constexpr,
     SILU_MUL: tl.constexpr,
     COMPILED: tl.constexpr,
     PDL: tl.constexpr,
@@ -55,10 +56,11 @@ def held_tokens_kernel(
     """x [M, K] with rows `x_stride` apart, a weight [N, K] -> out [M, N] or, of gate and up rows,
     [M, N / 2].
 
-    `words` int32 in panels of 128 columns, `block_stride` from one to the next, 16 to a row.
-    `scales` [N, columns / group] with rows `scale_stride` apart, each for BLOCKS_PER_SCALE panels;
-    `zeros` alike or None. M is at most BLOCK_M, and BLOCK_N, 16 or 32 rows of the weight, divides
-    N; with SILU_MUL half of a tile are gate rows.
+    `words` int32 in panels of 128 columns, BLOCK_STRIDE from one to the next, 16 to a row. `scales`
+    [N, columns / group] with rows SCALE_STRIDE apart, each for BLOCKS_PER_SCALE panels; `zeros`
+    alike or None. As constants, strides are part of loads. M is at most BLOCK_M, and BLOCK_N, 16 or
+    32 rows of the weight, divides N; with SILU_MUL half of a tile are gate rows, and UP rows
+    further are their up rows.
 
     Each of SLICES programs that share tiles has as many panels, and each of its WARPS, 8 or more,
     has STEPS of them; EVEN: all warps have panels. What slices give is added up at the end: they
@@ -75,7 +77,7 @@ def held_tokens_kernel(
     end = tl.minimum(member * share + share, blocks)
     packed = ()
     for step in tl.static_range(STEPS):
-        read = _words(words, team, first + step, end, N, block_stride, BLOCK_N, SILU_MUL, EVEN)
+        read = _words(words, team, first + step, end, UP, BLOCK_STRIDE, BLOCK_N, SILU_MUL, EVEN)
         packed += (read,)  # type: ignore[assignment]  # it grows while it is compiled
     if PDL:
         gdc_wait()
@@ -97,21 +99,23 @@ def held_tokens_kernel(
             block = first + step
             group = block // BLOCKS_PER_SCALE
             scale = _of_rows(
-                scales, tile, group, block, end, N, scale_stride, BLOCK_N, SILU_MUL, EVEN
+                scales, tile, group, block, end, UP, SCALE_STRIDE, BLOCK_N, SILU_MUL, EVEN
             )
             if zeros is None:
                 excess = int4_offset(None) * totals[step]
                 part = -tl.broadcast_to(excess[:, None, :], (WARPS, BLOCK_N, BLOCK_M))
             else:
                 zero = _of_rows(
-                    zeros, tile, group, block, end, N, scale_stride, BLOCK_N, SILU_MUL, EVEN
+                    zeros, tile, group, block, end, UP, SCALE_STRIDE, BLOCK_N, SILU_MUL, EVEN
                 )
                 part = -int4_offset(zero)[:, :, None] * totals[step][:, None, :]
             planes = int4_planes(_halves(packed[step], COMPILED), None, None, dtype, True, COMPILED)
             for plane in tl.static_range(4):
                 part = tl.dot(_first_operand(planes[plane]), tokens[4 * step + plane], part)
             acc += part * scale[:, :, None]
-            read = _words(words, after, first + step, end, N, block_stride, BLOCK_N, SILU_MUL, EVEN)
+            read = _words(
+                words, after, first + step, end, UP, BLOCK_STRIDE, BLOCK_N, SILU_MUL, EVEN
+            )
             following += (read,)  # type: ignore[assignment]
         packed = following
         if SLICES > 1:
@@ -124,9 +128,9 @@ def held_tokens_kernel(
                 place = tl.arange(0, BLOCK_M * BLOCK_N // 2)
                 column = tile * (BLOCK_N // 2) + place % (BLOCK_N // 2)
                 gate += tl.load(bias + column).to(tl.float32)
-                up += tl.load(bias + N // 2 + column).to(tl.float32)
+                up += tl.load(bias + UP + column).to(tl.float32)
             value = gate / (1.0 + tl.exp(-gate)) * up
-            _write(value, None, None, out, M, N // 2, 0, tile, BLOCK_N // 2)
+            _write(value, None, None, out, M, UP, 0, tile, BLOCK_N // 2)
         else:
             _write(_sums(acc), bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
     if SLICES > 1:
@@ -138,8 +142,8 @@ def held_tokens_kernel(
 
 @triton.jit
 def _words(
-    words, tile, block, end, N, block_stride, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr,
-    EVEN: tl.constexpr,
+    words, tile, block, end, UP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """A block's for each warp, by eight rows of a tile: int32 [WARPS, BLOCK_N / 8, 128]."""
     EIGHTS: tl.constexpr = BLOCK_N // 8
@@ -147,9 +151,9 @@ def _words(
     eight = tl.arange(0, EIGHTS)
     row = (tile * HALF + eight % HALF) * 8
     if SILU_MUL:
-        row += eight // HALF * (N // 2)
+        row += eight // HALF * UP
     inner = row[None, :, None] * 16 + tl.arange(0, 128)[None, None, :]
-    at = words + block[:, None, None] * block_stride + inner
+    at = words + block[:, None, None] * BLOCK_STRIDE + inner
     if EVEN:
         read = tl.load(at)
     else:
@@ -159,28 +163,28 @@ def _words(
 
 @triton.jit
 def _of_rows(
-    at, tile, group, block, end, N, stride, BLOCK_N: tl.constexpr, SILU_MUL: tl.constexpr,
-    EVEN: tl.constexpr,
+    at, tile, group, block, end, UP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
+    SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Each warp's group's scale, or its zero, of a tile's rows: float32 [WARPS, BLOCK_N]. Loads of
     fewer elements than threads are made by the thread that needs them."""
     n = tl.arange(0, 16)
     if BLOCK_N == 16 and SILU_MUL:
-        row = tile * 8 + n % 8 + n // 8 * (N // 2)
+        row = tile * 8 + n % 8 + n // 8 * UP
     elif SILU_MUL:
         row = tile * 16 + n
     else:
         row = tile * BLOCK_N + n
-    values = _of_some(at, group, row, block, end, stride, EVEN)
+    values = _of_some(at, group, row, block, end, STRIDE, EVEN)
     if BLOCK_N == 32:
-        more = _of_some(at, group, row + (N // 2 if SILU_MUL else 16), block, end, stride, EVEN)
+        more = _of_some(at, group, row + (UP if SILU_MUL else 16), block, end, STRIDE, EVEN)
         values = tl.join(values, more).permute(0, 2, 1).reshape(block.shape[0], 32)
     return values.to(tl.float32)
 
 
 @triton.jit
-def _of_some(at, group, row, block, end, stride, EVEN: tl.constexpr):
-    at += group[:, None] + row[None, :] * stride
+def _of_some(at, group, row, block, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
+    at += group[:, None] + row[None, :] * STRIDE
     if EVEN:
         values = tl.load(at)
     else:

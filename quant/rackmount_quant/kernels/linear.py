@@ -288,13 +288,14 @@ def _of_held_tokens(
         # One row has any stride, and the kernel wants one that keeps rows aligned.
         "x_stride": x.stride(0) if len(x) > 1 else packed.k,
         "residual_stride": residual.stride(0) if residual is not None and len(x) > 1 else packed.n,
-        "block_stride": block_stride,
-        "scale_stride": packed.scales.stride(0),
+        "BLOCK_STRIDE": block_stride,
+        "SCALE_STRIDE": packed.scales.stride(0),
         "BLOCKS_PER_SCALE": packed.group // tuning.HELD_K,
         "BLOCK_M": tuning.HELD_ROWS,
         "WARPS": tiling.warps,
         "STEPS": tiling.steps,
         "SLICES": slices,
+        "UP": packed.n // 2,
         "EVEN": slices * tiling.warps * tiling.steps * tuning.HELD_K == packed.k,
         "num_stages": 1,
     }
