@@ -32,7 +32,6 @@ def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
     prompts = np.diff(np.arange(num_requests + 1) * num_tokens // num_requests)
     mixed_lens = np.ones(num_requests, int)
     mixed_lens[0] += min(num_tokens - num_requests, rack.max_model_len - 1)
-    gc.collect()  # what garbage holds would count
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
@@ -48,6 +47,7 @@ def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
         first, other = (_taken(decode.capture, [size]) for size in (sizes[-1], sizes[0]))
         graphs = first + other * (len(sizes) - 1) + _taken(mixed.capture, rack.mixed_sizes)
         del decode, mixed
+    gc.collect()  # what garbage holds would not be there for KV
     torch.cuda.empty_cache()
     return Profile(activations=activations, graphs=graphs)
 
