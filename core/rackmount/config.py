@@ -1,6 +1,5 @@
 """What an engine is asked for."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -33,6 +32,8 @@ LEAST = {
     "ep": 1,
 }
 """Smallest legal values."""
+LEAST_SCALE, MOST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+"""Normal numbers of float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,11 +140,18 @@ class EngineConfig:
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)
         _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
-        if self.kv_scale is not None and not 0 < self.kv_scale < math.inf:
-            raise ConfigError(f"kv_scale={self.kv_scale} must be finite and above 0")
+        if self.kv_scale is not None and not LEAST_SCALE <= self.kv_scale <= MOST_SCALE:
+            legal = f"from {LEAST_SCALE:.1e} to {MOST_SCALE:.1e}"
+            raise ConfigError(f"kv_scale={self.kv_scale} must be a number of float32, {legal}")
         if not 0 < self.gpu_memory_utilization <= 1:
             given = self.gpu_memory_utilization
             raise ConfigError(f"gpu_memory_utilization={given} must be above 0 and at most 1")
+        if self.num_kv_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_kv_blocks={self.num_kv_blocks} and "
+                f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} are two sizes of the KV pool; "
+                "give one"
+            )
         for name in ("dp", "ep"):
             if getattr(self, name) != 1:
                 raise ConfigError(f"{name}={getattr(self, name)} is not supported; choose {name}=1")

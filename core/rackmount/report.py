@@ -68,14 +68,14 @@ def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:
     """What so many blocks are good for."""
     num_tokens, length = num_kv_blocks * rack.block_size, rack.max_model_len
     most = full_requests(rack, num_kv_blocks)
+    given = "kv_cache_memory_bytes" if rack.config.num_kv_blocks is None else "num_kv_blocks"
     each = " on each rank" if rack.num_ranks > 1 else ""
     return [
         f"KV memory: {size(num_tokens * rack.kv_bytes_per_token)}{each}",
         f"KV cache: {num_tokens} tokens ({num_kv_blocks} blocks of {rack.block_size})",
         f"at most {most} requests of {length} tokens"
         if most
-        else f"no request of the full {length} tokens fits: raise kv_cache_memory_bytes, or lower "
-        "max_model_len",
+        else f"no request of the full {length} tokens fits: raise {given}, or lower max_model_len",
     ]
 
 

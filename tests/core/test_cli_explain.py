@@ -208,7 +208,9 @@ def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(fold
     assert figures(folder, *args, "--max-num-seqs", "2")["max_full_requests"] == 2
     text = explain(folder, "--num-kv-blocks", "10", "--block-size", "16").stdout
     assert "KV cache: 160 tokens (10 blocks of 16)" in text
-    assert "no request of the full 40960 tokens fits" in text
+    assert "no request of the full 40960 tokens fits: raise num_kv_blocks, or lower" in text
+    refused = explain(folder, "--num-kv-blocks", "10", "--kv-cache-memory-bytes", "100000")
+    assert "num_kv_blocks=10 and kv_cache_memory_bytes=100000 are two sizes" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from tests.helpers.engines import (
 
 from rackmount import Completion, Engine, SamplingParams
 from rackmount.scheduling.plan import StepPlan
-from rackmount_registry.errors import ConfigError
+from rackmount_registry.errors import CheckpointError, ConfigError
 
 CHAT = [{"role": "user", "content": "hello"}]
 SAMPLED = {"temperature": 1.0, "max_tokens": 12, "ignore_eos": True}
@@ -270,6 +270,13 @@ def test_the_default_params_are_what_the_model_recommends(tmp_path: Path) -> Non
     )
     file.write_text('{"do_sample": false, "temperature": 0.6}')
     assert tiny_engine(tmp_path).default_sampling_params.greedy
+    for wrong, rule in (
+        ('{"temperature": "x"}', "temperature='x' is a str"),
+        ('{"top_p": 2}', "top_p=2"),
+    ):
+        file.write_text(wrong)
+        with pytest.raises(CheckpointError, match=f"generation_config.json: {rule}"):
+            tiny_engine(tmp_path)
     file.unlink()
     assert tiny_engine(tmp_path).default_sampling_params == SamplingParams()
 

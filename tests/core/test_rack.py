@@ -86,6 +86,7 @@ def test_a_size_that_is_no_positive_integer_is_refused(key: str, value: object) 
         ({"attention_bias": "false"}, "attention_bias='false' must be true or false"),
         ({"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
         ({"use_sliding_window": "no"}, "use_sliding_window='no' must be true or false"),
+        ({"head_dim": 15}, "head_dim=15 must be even where features turn in pairs"),
         ({"max_window_layers": -1}, "max_window_layers=-1 must be a number of layers"),
         ({"layer_types": "full_attention"}, "layer_types='full_attention' must name"),
         ({"layer_types": [["full_attention"]] * 2}, "must name full_attention or sliding"),

@@ -201,6 +201,7 @@ def test_routers_are_plain_and_heads_as_the_checkpoint_says() -> None:
         ({"dynamic": {"a": {"bits": 3}}}, "dynamic: a: bits=3 must be 4 or 8"),
         ({"dynamic": {"a": {"bit": 8}}}, "does not read bit"),
         ({"modules_in_block_to_quantize": "mlp"}, "must be a list of names, or of lists"),
+        ({"modules_in_block_to_quantize": 3}, "must be a list of names, or of lists"),
         ({"modules_in_block_to_quantize": [[1]]}, "must be a list of names, or of lists"),
         ({"codebook": True}, "codebook"),
     ],

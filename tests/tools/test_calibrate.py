@@ -399,6 +399,15 @@ def test_what_makes_no_sense_is_refused(asked: dict[str, Any], refusal: str) -> 
         Calibration(**asked)
 
 
+def test_weights_that_are_not_finite_are_not_written(tmp_path: Path) -> None:
+    folder, _ = source_of(tmp_path / "source", "llama")
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit_tensors(folder, lambda tensors: tensors[name][3, 4].fill_(math.nan))
+    with pytest.raises(RackmountError, match=r"up_proj.weight\S* would not be finite"):
+        calibrated(folder, tmp_path / "out", {"weights": "fp8", "kv_scales": "none"})
+    assert not (tmp_path / "out").exists()
+
+
 def test_what_a_model_cannot_is_refused(llama: Path, tmp_path: Path) -> None:
     calibrated(llama, tmp_path / "fp8", {"kv_scales": "head"})
     config = EngineConfig.create(model=str(tmp_path / "fp8"), max_model_len=CONTEXT, device="cpu")

@@ -18,7 +18,7 @@ from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.request import Request
 from rackmount.text.prompts import Prompt, encode, encode_bad_words, eos_ids, normalize_prompts
 from rackmount_registry.checkpoint import Checkpoint
-from rackmount_registry.errors import ConfigError, RequestError
+from rackmount_registry.errors import CheckpointError, ConfigError, RequestError
 from rackmount_registry.plugins import PluginManager
 from rackmount_registry.sampling.random import child_seed
 
@@ -47,22 +47,14 @@ class Intake:
     ) -> None:
         self.tokenizer = tokenizer
         self.limits = limits
-        self._recommended = dict(checkpoint.generation_config)
+        self.default_sampling_params = _recommended(checkpoint.generation_config)
+        """What the model's generation_config.json recommends, else `SamplingParams()`."""
         named = eos_ids(tokenizer, checkpoint.generation_config, checkpoint.config)
         # Files name -1 for none, or ids of a larger vocabulary, which are never sampled.
         self.eos_token_ids = named.intersection(range(limits.vocab_size))
         self._ids = itertools.count()
         self._seeds = np.random.default_rng(config.seed)
         self.grammars = Grammars(config, manager, lambda: self.tokenizer, limits.vocab_size)
-
-    @property
-    def default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends, else `SamplingParams()`."""
-        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-        given = {n: v for n in names if (v := self._recommended.get(n)) is not None}
-        if self._recommended.get("do_sample") is False:
-            given["temperature"] = 0.0
-        return SamplingParams(**given)
 
     def encode(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None
@@ -202,3 +194,14 @@ def _check_types(priority: object, cache_salt: object) -> None:
     if not isinstance(cache_salt, str | None):
         raise TypeError(f"cache_salt={cache_salt!r} must be a str or None")
     (cache_salt or "").encode()
+
+
+def _recommended(generation_config: Mapping[str, Any]) -> SamplingParams:
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    given = {n: v for n in names if (v := generation_config.get(n)) is not None}
+    if generation_config.get("do_sample") is False:
+        given["temperature"] = 0.0
+    try:
+        return SamplingParams(**given)
+    except (TypeError, ConfigError) as error:
+        raise CheckpointError(f"generation_config.json: {error}") from error

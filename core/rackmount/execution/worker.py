@@ -50,11 +50,17 @@ class Worker:
         self.mounted = assemble(
             rack.draft, parts, step, device=rack.device, max_positions=rack.max_model_len
         )
-        self.batch = PersistentBatch(
-            max_num_seqs=config.max_num_seqs,
-            max_model_len=rack.max_model_len,
-            block_size=rack.block_size,
-        )
+        try:
+            self.batch = PersistentBatch(
+                max_num_seqs=config.max_num_seqs,
+                max_model_len=rack.max_model_len,
+                block_size=rack.block_size,
+            )
+        except MemoryError as error:
+            raise ConfigError(
+                f"max_num_seqs={config.max_num_seqs} requests of up to {rack.max_model_len} tokens "
+                "each are more than the host's memory holds ids of; lower it, or max_model_len"
+            ) from error
         self._requests: dict[int, Owner] = {}
         self._prompt_rows: set[int] = set()
         """Rows whose request wants prompt logprobs."""

@@ -120,7 +120,7 @@ def write_calibrated(
         ConfigError: a folder with something in it, a model that is quantized in another way, static
             inputs of experts, or no text where one is needed.
         CheckpointError: see its text.
-        RackmountError: the model gives NaN.
+        RackmountError: the model gives NaN, or its weights are not finite.
     """
     path = locate(config.model, manager, report)
     checkpoint = open_model(path, manager, "auto")
@@ -237,9 +237,11 @@ def _require_finite(seen: Observed) -> None:
 
 
 def _reported(tensors: RoundedTensors, report: Report) -> Iterator[tuple[str, Tensor]]:
-    for done, pair in enumerate(tensors):
+    for done, (name, tensor) in enumerate(tensors):
         report("write", done, None)
-        yield pair
+        if tensor.is_floating_point() and not bool(tensor.float().isfinite().all()):
+            raise RackmountError(f"{name} would not be finite, as the model's weight is not")
+        yield name, tensor
 
 
 def _write_tokenizer(

@@ -37,8 +37,13 @@ class Rotary:
     ) -> "Rotary":
         """From config.json in either spelling, `rope_scaling` or `rope_parameters`; `default_theta`
         belongs to the architecture."""
+        found = rope(config, default_theta)
+        if int(head_size * found.partial_rotary_factor) % 2:
+            raise config.error(
+                "head_dim", f"must be even where features turn in pairs, and heads have {head_size}"
+            )
         return cls(
-            config=rope(config, default_theta),
+            config=found,
             head_size=head_size,
             max_position=config.positive("max_position_embeddings"),
             interleaved=interleaved,
