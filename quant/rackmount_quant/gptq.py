@@ -145,10 +145,10 @@ def _read_modules(config: ConfigReader) -> Names | None:
     entries = config.get(key)
     if entries is None:
         return None
-    given = entries if isinstance(entries, list) else [None]
-    lists = [entry if isinstance(entry, list) else [entry] for entry in given]
+    rows = entries if isinstance(entries, list) else []
+    lists = [entry if isinstance(entry, list) else [entry] for entry in rows]
     names = [name for names in lists for name in names]
-    if not all(isinstance(name, str) for name in names):
+    if not isinstance(entries, list) or not all(isinstance(name, str) for name in names):
         raise config.error(key, "must be a list of names, or of lists of names")
     return listed(names)
 

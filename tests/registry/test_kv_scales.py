@@ -90,6 +90,14 @@ def test_one_scale_serves_both(folder: Path, name: str) -> None:
     assert scales_of(mount_reference(folder, kv_cache=PER_TENSOR)) == [([rounded(K)] * 2,) * 2] * 2
 
 
+@pytest.mark.parametrize(("lone", "missing"), [("v_scale", "k_scale"), ("k_scale", "v_scale")])
+def test_a_scale_that_one_layer_lacks_is_missed(folder: Path, lone: str, missing: str) -> None:
+    store(folder, layers=(0,), k_scale=K, v_scale=V)
+    store(folder, layers=(1,), **{lone: K})
+    with pytest.raises(CheckpointError, match=rf"layers\.1\.self_attn\.{missing} is not in the"):
+        mount_reference(folder, kv_cache=PER_TENSOR)
+
+
 def test_a_scale_that_is_given_serves_a_checkpoint_without_any(folder: Path) -> None:
     given = KVCache(dtype=FP8, scale=0.5)
     assert scales_of(mount_reference(folder, kv_cache=given)) == [([0.5] * 2,) * 2] * 2

@@ -75,6 +75,7 @@ def read_kv_scales(draft: Draft, checkpoint: Checkpoint, device: torch.device) -
         give_kv_scales(layers, cache.scale, device)
         return
     _require_all(layers, names)
+    _require_alike(layers, names)
     for layer, found in zip(layers, names, strict=True):
         for name in found.zero_points:
             if bool(checkpoint.read(name).any()):
@@ -92,6 +93,18 @@ def read_kv_scales(draft: Draft, checkpoint: Checkpoint, device: torch.device) -
         pair = (found.k or found.v, found.v or found.k)  # one alone serves both
         k, v = (_read(layer, checkpoint, _single(each), cache.per) for each in pair)
         layer.kv_scales = KVScales(k=k.to(device), v=v.to(device))
+
+
+def _require_alike(layers: tuple[Attention, ...], names: list[Names]) -> None:
+    """One scale may serve a layer's keys and values, if that is how all layers have it."""
+    lone = [layer for layer, found in zip(layers, names, strict=True) if not (found.k and found.v)]
+    if lone and len(lone) < len(layers):
+        found = names[layers.index(lone[0])]
+        missing = lone[0].sibling("v_scale" if found.k else "k_scale")
+        raise CheckpointError(
+            f"{missing} is not in the checkpoint, where other layers have a scale of keys and one "
+            "of values"
+        )
 
 
 def give_kv_scales(layers: Iterable[Attention], scale: float, device: torch.device) -> None:
