@@ -172,7 +172,7 @@ def _finish_online(
     tensors: Mapping[str, Tensor], parts: tuple[int, ...], in_features: int
 ) -> Weight:
     values, scales = round_e4m3(tensors["weight"], "channel")
-    named = {"values": values, "scales": scales}
+    named = {"values": values, "scales": check_scales(scales, "the scales that weight gets")}
     return Weight("fp8_rows", named, parts, in_features, activation="token")
 
 

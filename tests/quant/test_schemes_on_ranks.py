@@ -336,6 +336,14 @@ def test_a_plain_checkpoint_is_rounded_while_it_is_loaded(family: str, tmp_path:
     torch.testing.assert_close(online.logits(*SEQUENCES), expected, rtol=0, atol=1e-10)
 
 
+def test_plain_weights_that_are_not_finite_are_not_rounded(tmp_path: Path) -> None:
+    folder, _ = tiny_checkpoint(tmp_path, "llama")
+    name = "model.layers.0.mlp.up_proj"
+    edit_tensors(folder, lambda tensors: tensors[f"{name}.weight"][1, 2].fill_(torch.inf))
+    with pytest.raises(CheckpointError, match=rf"{name} .*scales that weight gets must be finite"):
+        mount_reference(folder, scheme=Fp8Scheme(None))
+
+
 LAYER = "model.layers.1.mlp"
 BROKEN: dict[str, tuple[str, Callable[[dict[str, Tensor]], object], str]] = {
     "half of a layer": (
