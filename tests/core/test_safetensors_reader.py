@@ -156,6 +156,13 @@ def test_an_index_without_a_map_of_names_is_refused(content: Any, sharded: Path)
         open_checkpoint(sharded)
 
 
+def test_a_pointer_of_git_lfs_is_told_from_a_file(single: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (single / "model.safetensors").write_text(pointer)
+    with pytest.raises(CheckpointError, match=r"cannot be read, it is what git-lfs has .*lfs pull"):
+        open_checkpoint(single)
+
+
 @pytest.mark.parametrize("size", [0, 4, 40, -1])
 def test_a_truncated_file_is_refused_by_name(size: int, single: Path) -> None:
     file = single / "model.safetensors"

@@ -15,6 +15,8 @@ from rackmount_registry.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+LFS = b"version https://git-lfs"
+"""What a file of git-lfs begins with that was not fetched."""
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 QUANTIZATION_FILES = {
@@ -62,7 +64,10 @@ class SafetensorsCheckpoint:
         try:
             handle = self._open_files.enter_context(safe_open(file, framework="pt"))
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} cannot be read, it may be truncated: {error}") from error
+            why = "it may be truncated"
+            if isinstance(error, SafetensorError) and _is_pointer(file):
+                why = "it is what git-lfs has in its place; `git lfs pull` fetches it"
+            raise CheckpointError(f"{file} cannot be read, {why}: {error}") from error
         self._handles[file.name] = handle
         for name in handle.keys():  # noqa: SIM118  # the handle is no mapping
             if name in self.tensors:
@@ -116,6 +121,11 @@ def open_checkpoint(path: Path) -> SafetensorsCheckpoint:
     if not files:
         raise CheckpointError(f"{path} holds no {single.name} and no other .safetensors file")
     return SafetensorsCheckpoint(path, files)
+
+
+def _is_pointer(file: Path) -> bool:
+    with file.open("rb") as stored:
+        return stored.read(len(LFS)) == LFS
 
 
 def _open_by_index(folder: Path) -> SafetensorsCheckpoint:
