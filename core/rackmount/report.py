@@ -2,7 +2,7 @@
 
 from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore
-from rackmount.execution.saturation import TOO_MANY, too_small
+from rackmount.execution.saturation import TOO_MANY, TOO_MANY_ZEROS, misfits
 from rackmount.rack import Rack, dtype_name
 from rackmount_registry.attention import FP8
 from rackmount_registry.errors import listed
@@ -56,11 +56,12 @@ def saturation(core: EngineCore) -> list[str]:
     """What the start-up check of an FP8 KV cache found; nothing of another cache."""
     if not core.saturation:
         return []
-    if wrong := too_small(core.saturation, core.num_tried):
-        return [f"WARNING: {wrong}"]
+    if wrong := misfits(core.saturation, core.num_tried):
+        return [f"WARNING: {each}" for each in wrong]
     return [
         f"KV scales hold {core.num_tried} random tokens: no layer has more than {TOO_MANY:.2%} of "
-        "its keys or values stored as the largest FP8 number; real text may reach further"
+        f"its keys or values stored as the largest FP8 number, or {TOO_MANY_ZEROS:.0%} as 0; real "
+        "text may reach further"
     ]
 
 

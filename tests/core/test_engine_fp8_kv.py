@@ -13,7 +13,7 @@ from tests.helpers.mounting import mount_reference, plugins
 from torch import Tensor
 
 from rackmount.config import EngineConfig
-from rackmount.execution.saturation import too_small
+from rackmount.execution.saturation import misfits
 from rackmount.report import startup_report
 from rackmount_registry import hookimpl
 from rackmount_registry.attention import FP8, KVCache
@@ -145,7 +145,7 @@ def test_saturation_is_told_by_layer_and_share(
 ) -> None:
     with caplog.at_level(logging.WARNING):
         engine = tiny_engine(plain, kv_scale=1e-6, **FP8_KV)
-    assert all(min(pair) > 0.9 for pair in engine.core.saturation)
+    assert all(min(shares[:2]) > 0.9 for shares in engine.core.saturation)
     told = "KV scales are too small in 2 of 2 layers: of 64 random tokens"
     (record,) = caplog.records
     assert record.getMessage().startswith(told)
@@ -157,10 +157,22 @@ def test_saturation_is_told_by_layer_and_share(
 
 def test_a_channel_at_its_calibrated_largest_tells_of_no_scale_too_small() -> None:
     one_of_a_head = 1 / 128
-    assert too_small([(one_of_a_head, 0.0), (0.0, one_of_a_head)], 64) == ""
-    told = too_small([(0.0, 0.0), (0.0, 0.02)], 64)
+    within = [(one_of_a_head, 0.0, 0.0, 0.09), (0.0, one_of_a_head, 0.09, 0.0)]
+    assert misfits(within, 64) == []
+    (told,) = misfits([(0.0, 0.0, 0.0, 0.0), (0.0, 0.02, 0.0, 0.0)], 64)
     assert "in 1 of 2 layers" in told
     assert "stored as the largest FP8 number: layer 1 (0.00%, 2.00%);" in told
+
+
+def test_a_scale_that_leaves_nothing_is_told(plain: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = tiny_engine(plain, kv_scale=1e20, **FP8_KV)
+    assert engine.core.saturation == [(0.0, 0.0, 1.0, 1.0)] * 2
+    (record,) = caplog.records
+    told = record.getMessage()
+    assert told.startswith("KV scales are too large in 2 of 2 layers: of 64 random tokens")
+    assert "stored as 0: layer 0 (100.00%, 100.00%)" in told and "a smaller kv_scale" in told
+    assert f"WARNING: {told}" in startup_report(engine.rack, engine.core, engine.manager)
 
 
 def test_the_share_is_that_of_numbers_beyond_the_scale(plain: Path) -> None:
@@ -183,7 +195,7 @@ def test_the_share_is_that_of_numbers_beyond_the_scale(plain: Path) -> None:
     for _ in range(200):
         reference.hidden(torch.randint(97, (4,), generator=generator))
     expected = torch.tensor(seen).view(200, 2, 2).mean(0)
-    found = torch.tensor(engine.core.saturation)
+    found = torch.tensor(engine.core.saturation)[:, :2]
     assert float(expected.min()) > 0.01 and float(expected.max()) < 0.99
     torch.testing.assert_close(found, expected, rtol=0.3, atol=0.05)
 

@@ -19,7 +19,7 @@ from rackmount.execution.messages import (
     StepResult,
 )
 from rackmount.execution.program import Live
-from rackmount.execution.saturation import too_small, worst
+from rackmount.execution.saturation import misfits, worst
 from rackmount.sampling.request import TokenLogprobs
 from rackmount.scheduling.config import SchedulerConfig
 from rackmount.scheduling.plan import StepPlan
@@ -73,7 +73,7 @@ class EngineCore:
             self.kv_bytes = sum(each.kv_bytes for each in carved)
             self.saturation = worst([each.saturation for each in carved])
             self.num_tried = carved[0].num_tried
-            if wrong := too_small(self.saturation, self.num_tried):
+            for wrong in misfits(self.saturation, self.num_tried):
                 _log.warning(wrong)
         except BaseException:
             self.executor.close()

@@ -41,7 +41,7 @@ class Carve(msgspec.Struct, array_like=True, tag=True):
 
 class Carved(msgspec.Struct, array_like=True, tag=True):
     kv_bytes: int
-    saturation: list[tuple[float, float]] = []
+    saturation: list[tuple[float, float, float, float]] = []
     """Of an FP8 cache; see `rackmount.execution.saturation`."""
     num_tried: int = 0
     """Tokens that it was measured with."""
