@@ -143,8 +143,10 @@ def build(packed: Packed, problem: Problem, tiling: AnyTiling) -> None:
 
 def key(problem: Problem, tiling: AnyTiling) -> tuple[Any, ...]:
     """What a compiled kernel depends on."""
-    if isinstance(tiling, RowTiling | HeldTiling):
+    if isinstance(tiling, RowTiling):
         return problem.form, problem.k, tiling, problem.epilogue
+    if isinstance(tiling, HeldTiling):
+        return problem.form, problem.n, problem.k, tiling, problem.epilogue
     parts = triton.next_power_of_2(tiling.parts(problem.k))
     aligned, even = tiling.aligned(problem.k), problem.k % tiling.block_k == 0
     block_m, whole = tuning.block_m(problem.rows), replace(tiling, share=0)
@@ -265,9 +267,10 @@ class Search:
 
     def write(self, near: dict[Problem, Problem], out: Path) -> None:
         """The table, or more of it: of each problem the best tiling that was timed for it, or else
-        for the one near it, and null where the way for many rows, if timed, was faster; of one row
-        the best of its own, and null where that is not the fastest. Rounded rows that gain too
-        little over exact ones, timed in the same search, are left out."""
+        for the one near it, or that which holds its tokens, where it was the faster, and null where
+        the way for many rows, if timed, was; of one row the best of its own, and null where that is
+        not the fastest. Rounded rows that gain too little over exact ones, timed in the same
+        search, are left out."""
         table: dict[str, dict[str, list | dict | None]] = {}
         for problem, other in near.items():
             source = problem if self.best(problem, 1, Tiling) else other

@@ -43,6 +43,7 @@ PTXAS = "CUTE_DSL_PTXAS_PATH"
 """Where it is set, the package changes how kernels are compiled, and has to be imported."""
 
 _bare = Lock()
+"""One thread at a time puts a bare package in place of another."""
 
 
 @dataclass(frozen=True, kw_only=True)

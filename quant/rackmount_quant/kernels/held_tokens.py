@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_quant.kernels.planes import int4_offset, int4_planes
-from rackmount_quant.kernels.stream_k import barrier
+from rackmount_quant.kernels.stream_k import barrier, depart
 
 LEAST_K: tl.constexpr = tl.constexpr(16)
 """Columns of a first operand that `tl.dot` takes at least."""
@@ -311,9 +311,4 @@ def _add_slices(
             mask = inner // BLOCK_N < M
             sums += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
         _write(sums, bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
-    if COMPILED:
-        left = tl.atomic_add(arrivals + team, 1, sem="relaxed")
-        if left == 2 * SLICES - 1:
-            tl.store(arrivals + team, 0)
-    elif place == SLICES - 1:
-        tl.store(arrivals + team, 0)
+    depart(arrivals + team, place, SLICES, COMPILED)

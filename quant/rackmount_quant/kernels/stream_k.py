@@ -73,6 +73,18 @@ def barrier():
 
 
 @triton.jit
+def depart(counter, place, count, COMPILED: tl.constexpr):
+    """Of `count` programs that have waited for each other, the last to go leaves the counter at 0.
+    Interpreted, that is the last to come."""
+    if COMPILED:
+        left = tl.atomic_add(counter, 1, sem="relaxed")
+        if left == 2 * count - 1:
+            tl.store(counter, 0)
+    elif place == count - 1:
+        tl.store(counter, 0)
+
+
+@triton.jit
 def finish(
     acc,
     bias,
@@ -135,12 +147,7 @@ def finish(
                         sums, bias, residual, out, M, N, residual_stride, tile, each * PIECE,
                         BLOCK_N, SILU_MUL,
                     )  # fmt: skip
-                if COMPILED:
-                    left = tl.atomic_add(arrivals + tile, 1, sem="relaxed")
-                    if left == 2 * count - 1:
-                        tl.store(arrivals + tile, 0)
-                elif place == count - 1:
-                    tl.store(arrivals + tile, 0)
+                depart(arrivals + tile, place, count, COMPILED)
             else:
                 complete = place == count - 1
                 if complete:
