@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +156,25 @@ def test_an_index_without_a_map_of_names_is_refused(content: Any, sharded: Path)
     write_json(sharded / INDEX, content)
     with pytest.raises(CheckpointError, match=rf"{INDEX} needs a weight_map"):
         open_checkpoint(sharded)
+
+
+def test_tokenizers_may_be_read_at_a_time_by_threads_of_a_fresh_process() -> None:
+    """As of two engines; in this process the library is imported already."""
+    folder = Path(__file__).parents[1] / "assets" / "tiny-moe"
+    program = (
+        "import sys\n"
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from pathlib import Path\n"
+        "from rackmount.loading.safetensors_reader import open_checkpoint\n"
+        "def read(_):\n"
+        "    return open_checkpoint(Path(sys.argv[1])).tokenizer().encode('hello')\n"
+        "with ThreadPoolExecutor(4) as pool:\n"
+        "    ids = list(pool.map(read, range(4)))\n"
+        "assert ids[0] and ids == ids[:1] * 4, ids\n"
+    )
+    command = [sys.executable, "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_pointer_of_git_lfs_is_told_from_a_file(single: Path) -> None:

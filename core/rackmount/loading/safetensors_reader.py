@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,8 @@ from rackmount_registry.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_transformers = Lock()
+"""It imports its modules when they are first asked for, which two threads may not do at a time."""
 LFS = b"version https://git-lfs"
 """What a file of git-lfs begins with that was not fetched."""
 INDEX = "model.safetensors.index.json"
@@ -89,16 +92,18 @@ class SafetensorsCheckpoint:
     def tokenizer(self, *, trust_remote_code: bool = False) -> "PreTrainedTokenizerBase | None":
         if not any((self.folder / file).exists() for file in TOKENIZER_FILES):
             return None
-        from transformers import AutoTokenizer
+        with _transformers:
+            from transformers import AutoTokenizer
 
-        try:
-            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-                self.folder, local_files_only=True, trust_remote_code=trust_remote_code
-            )
-        except Exception as error:  # whatever the library makes of broken files
-            raise CheckpointError(
-                f"the tokenizer in {self.folder} cannot be read: {type(error).__name__}: {error}"
-            ) from error
+            try:
+                tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                    self.folder, local_files_only=True, trust_remote_code=trust_remote_code
+                )
+            except Exception as error:  # whatever the library makes of broken files
+                raise CheckpointError(
+                    f"the tokenizer in {self.folder} cannot be read: "
+                    f"{type(error).__name__}: {error}"
+                ) from error
         return tokenizer
 
     def close(self) -> None:
