@@ -57,7 +57,6 @@ BOUNDS = {
     "row": 5e-3,
     "row, in a loop": 5e-3,
     "held": 5e-3,
-    "held, in slices": 5e-3,
     "many": 1e-2,
     "rounded": 0.1,
     "few rounded": 0.1,
@@ -68,11 +67,6 @@ CHECKED = Tiling(64, 128, 3, stages=4, warps=4, prefetch=2, registers=None)
 """How few rounded rows are checked: with blocks of two tiles in a program, and shared tiles."""
 CHECKED_ROWS = {"row": RowTiling(16, 32, 4), "row, in a loop": RowTiling(8, 2, 2)}
 """How one row is checked: with all columns at once, and step by step."""
-CHECKED_HELD = {
-    "held": HeldTiling(32, 8, 4, programs=2, registers=128),
-    "held, in slices": HeldTiling(16, 8, 1, programs=2, registers=128),
-}
-"""How tokens that are held are checked: some warps without columns, and slices of them."""
 
 ODD: dict[str, Callable[[], Weight]] = {
     "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
@@ -145,9 +139,8 @@ def ways_of(prepared: Prepared, epilogue: str, rows: int) -> dict[str, Prepared]
     if rows == 1 and tuning.block_k_of(prepared.packed) is not None:
         exact = replace(prepared, many=None)
         ways |= {way: forced(exact, tiling) for way, tiling in CHECKED_ROWS.items()}
-    if 0 < rows <= tuning.HELD_ROWS:
-        held = {way: t for way, t in CHECKED_HELD.items() if t.takes(prepared.packed, epilogue)}
-        ways |= {way: forced(prepared, tiling) for way, tiling in held.items()}
+    if 0 < rows <= tuning.HELD_ROWS and HeldTiling().takes(prepared.packed):
+        ways["held"] = forced(prepared, HeldTiling())
     return ways
 
 

@@ -44,18 +44,6 @@ ROW_CUTS = tuple(itertools.product((4, 8, 16, 32), (2, 4, 8)))
 """block_n, warps of programs for one row."""
 ROW_STEPS = (8, 16, 32)
 """Blocks at a time, beside all."""
-HELD_CUTS = (
-    HeldTiling(16, 16, 2, programs=1, registers=128),
-    HeldTiling(32, 16, 2, programs=1, registers=128),
-    HeldTiling(16, 16, 1, programs=1, registers=128),
-    HeldTiling(32, 16, 1, programs=1, registers=128),
-    HeldTiling(16, 8, 4, programs=2, registers=128),
-    HeldTiling(16, 8, 2, programs=2, registers=128),
-    HeldTiling(32, 8, 2, programs=2, registers=128),
-)
-"""Programs that hold their tokens, in all of an SM's registers; more tokens would not fit."""
-MOST_IDLE = 1.15
-"""Blocks that a program's warps can hold, over those that it has."""
 LEAST_BYTES, MOST_BYTES, MOST_LOOPED_BYTES = 32, 512, 128
 """Of words that a thread of those has at a time; in a loop it loads as many ahead."""
 
@@ -116,13 +104,10 @@ def row_candidates(problem: Problem, first: Prepared) -> Iterator[RowTiling]:
 
 
 def held_candidates(problem: Problem, first: Prepared) -> Iterator[HeldTiling]:
-    """Cuts of the weight for programs that hold their tokens."""
-    if problem.rows > tuning.HELD_ROWS or FORMATS[problem.form].rounded is not None:
-        return
-    for cut in HELD_CUTS:
-        held = cut.slices(problem.k) * cut.warps * cut.steps * tuning.HELD_K
-        if cut.takes(first.packed, problem.epilogue) and held <= MOST_IDLE * problem.k:
-            yield cut
+    """Whether programs may hold the tokens."""
+    exact = FORMATS[problem.form].rounded is None
+    if exact and problem.rows <= tuning.HELD_ROWS and HeldTiling().takes(first.packed):
+        yield HeldTiling()
 
 
 def build(packed: Packed, problem: Problem, tiling: AnyTiling) -> None:
@@ -271,7 +256,7 @@ class Search:
         the way for many rows, if timed, was; of one row the best of its own, and null where that is
         not the fastest. Rounded rows that gain too little over exact ones, timed in the same
         search, are left out."""
-        table: dict[str, dict[str, list | dict | None]] = {}
+        table: dict[str, dict[str, list | str | None]] = {}
         for problem, other in near.items():
             source = problem if self.best(problem, 1, Tiling) else other
             for tiling in self.best(source, 1, Tiling):
@@ -288,8 +273,8 @@ class Search:
                 for held in self.best(problem, 1, HeldTiling):
                     alone = self.rankings[problem][held]
                     if alone < fastest:
-                        row[str(problem.rows)], fastest = {"held": list(astuple(held))}, alone
-                    self.tell(problem, alone, f"held tokens {held}")
+                        row[str(problem.rows)], fastest = "held", alone
+                    self.tell(problem, alone, "held tokens")
                 for cut in self.best(problem, 1, RowTiling):
                     alone = self.rankings[problem][cut]
                     row["row"] = list(astuple(cut)) if alone < fastest else None
@@ -302,7 +287,6 @@ class Search:
         names = {
             "fields": [field.name for field in fields(Tiling)],
             "row_fields": [field.name for field in fields(RowTiling)],
-            "held_fields": [field.name for field in fields(HeldTiling)],
         }
         out.write_text(serialize(about | names | {"shapes": known}))
 

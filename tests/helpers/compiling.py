@@ -5,8 +5,8 @@ Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: 
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
        python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
 `one_row_kernel`, after the bytes of a thread's stack.
-       python -m tests.helpers.compiling held int4 GROUP BLOCK_N WARPS STEPS PROGRAMS: prints that
-of `held_tokens_kernel`, after the bytes of a thread's stack.
+       python -m tests.helpers.compiling held int4 GROUP: prints the machine's code of
+`held_tokens_kernel`, after the bytes of a thread's stack: ptxas has orders of its own.
        python -m tests.helpers.compiling many FORMAT GROUP: prints that of `dequantize_kernel`.
 """
 
@@ -61,12 +61,21 @@ def compiled(kernel: Any, arguments: dict[str, Any], capability: int) -> Any:
 
 def stack_of(made: Any) -> int:
     """Bytes of local memory that a thread has."""
+    told = told_of(made, knobs.nvidia.cuobjdump.path, "-res-usage")
+    return int(re.findall(r"STACK:(\d+)", told)[0])
+
+
+def machine_code_of(made: Any) -> str:
+    return told_of(made, knobs.nvidia.nvdisasm.path, "-c")
+
+
+def told_of(made: Any, *command: str) -> str:
+    """What a program of CUDA's says of the compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.findall(r"STACK:(\d+)", told)[0])
+        told = subprocess.run([*command, file.name], capture_output=True, text=True, check=True)
+    return told.stdout
 
 
 def main(way: str, form: str, group: int, *sizes: int) -> None:
@@ -95,7 +104,7 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
     if way == "row":
         tokens, tiling = 1, RowTiling(*sizes)
     elif way == "held":
-        tokens, tiling = 8, HeldTiling(*sizes, registers=128)
+        tokens, tiling = 8, HeldTiling()
     else:
         tokens, block_n, warps = sizes
         tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
@@ -104,7 +113,7 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
     made = compiled(kernel, arguments, 90)
     if way in ("row", "held"):
         print(stack_of(made))
-    print(made.asm["ptx"])
+    print(machine_code_of(made) if way == "held" else made.asm["ptx"])
 
 
 if __name__ == "__main__":

@@ -137,18 +137,16 @@ def experts(case: str) -> Found:
 def linear(case: str) -> Found:
     """Two layers of each kind, with widths and biases of two kinds; `case` names one of `WEIGHTS`,
     or is "rounded": from nine rows on, in the layers that can be. With "one row: " before it a
-    single row has a kernel of its own, with "held: " programs hold the tokens of up to eight, in
-    two slices if they may."""
+    single row has a kernel of its own, with "held: " programs hold the tokens of up to
+    eight."""
     *other, case = case.split(": ")
-    held = [quant_tuning.HeldTiling(16, 8, steps, 1, 128) for steps in (1, 2)]
+    held = quant_tuning.HeldTiling()
 
     def choose(packed: Any, epilogue: str, bucket: int) -> Any:
         if other == ["one row"] and bucket == 1:
             return quant_tuning.RowTiling(8, 2, 4)
-        if other == ["held"] and bucket <= quant_tuning.HELD_ROWS:
-            for cut in held:
-                if cut.takes(packed, epilogue):
-                    return cut
+        if other == ["held"] and bucket <= quant_tuning.HELD_ROWS and held.takes(packed):
+            return held
         return quant_tuning.rule(packed, bucket, NUM_SMS)
 
     if case == "rounded":

@@ -93,30 +93,23 @@ def test_words_of_one_row_are_in_registers_before_x_may_be_read(
     assert loop is None or not re.search(r"bar\.sync|shared", loop[0])
 
 
-@pytest.mark.parametrize(
-    ("block_n", "warps", "steps", "programs"),
-    [(16, 16, 2, 1), (32, 16, 2, 1), (16, 8, 4, 2), (32, 16, 1, 1), (32, 8, 2, 2)],
-)
-def test_held_tokens_and_words_go_from_memory_to_the_mma(
-    block_n: int, warps: int, steps: int, programs: int
-) -> None:
-    sizes = block_n, warps, steps, programs
-    stack, text = compile_for_hopper("held", "int4", 128, *sizes).split("\n", 1)
-    assert int(stack) <= 128  # some of what does not change
-    before, after = text.split("griddepcontrol.wait", 1)
-    wide = r"ld\.global\S*\.v4\.b32"
-    words = block_n // 8 * steps
-    assert len(re.findall(wide, before)) == words  # a tile's are there before x may be read
-    begin = after.index("$L__BB")
-    for part, loads, products in (
-        (after[:begin], 4 * steps, 8 * steps),
-        (after[begin:], words, block_n // 16 * 8 * steps),
-    ):
-        assert len(re.findall(wide, part)) == loads
-        found = list(re.finditer(r"mma\.sync", part))
-        assert len(found) == products
-        # Sums alone, and what they are added up with, go through shared memory.
-        assert "shared" not in part[: found[-1].start()]
+@pytest.mark.parametrize("group", [128, 256])
+def test_held_tokens_and_words_go_from_memory_to_the_mma(group: int) -> None:
+    stack, text = compile_for_hopper("held", "int4", group).split("\n", 1)
+    assert int(stack) == 0
+    before, after = text.split("ACQBULK", 1)
+    wide = "LDG.E.128"
+    words = 4  # a thread's loads of a tile: two steps of two runs of eight rows
+    assert before.count(wide) == words  # a tile's are there before x may be read
+    begin = after.index("\n.L_x_")
+    start, loop = after[:begin], after[begin:]
+    assert start.count(wide) == 8 and start.count("HMMA") == 16
+    assert "SHFL" not in start and "LDS" not in start  # tokens are where the MMA wants them
+    assert loop.count(wide) == words and loop.count("HMMA") == 16
+    # The next tile's words are called before this one's are multiplied.
+    assert loop.rindex(wide) < loop.index("HMMA")
+    # Sums alone go through shared memory.
+    assert loop.index("STS") > loop.rindex("HMMA") and loop.count("BAR.SYNC") == 2
 
 
 @pytest.mark.parametrize(("form", "group"), [("int4", 128), ("fp8", 0)])

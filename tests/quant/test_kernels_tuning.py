@@ -125,19 +125,18 @@ def test_one_row_has_a_tiling_of_its_own_where_that_was_the_fastest(
 
 
 def test_tokens_are_held_where_that_was_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    few, held = [64, 128, 2, 4, 4, 2, 96], [16, 8, 1, 2, 128]
+    few = [64, 128, 2, 4, 4, 2, 96]
     table = {
         "fields": ["block_n", "block_k", "share", "stages", "warps", "prefetch", "registers"],
-        "held_fields": ["block_n", "warps", "steps", "programs", "registers"],
-        "shapes": {"int4/128 512x1024 add": {"1": few, "2": {"held": held}, "16": few}},
+        "shapes": {"int4/128 512x1024 add": {"1": few, "2": "held", "16": few}},
     }
     monkeypatch.setattr(tuning, "table_of", lambda gpu: tuning.parse(table))
     properties = SimpleNamespace(name="a GPU", multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     weight = packed("int4", 512, 1024, 128)
     chosen = [tuning.choose(weight, "add", bucket) for bucket in (1, 2, 4, 8, 16)]
-    assert chosen == [Tiling(*few), *[HeldTiling(*held)] * 3, Tiling(*few)]
-    assert HeldTiling(*held).takes(weight, "add")
+    assert chosen == [Tiling(*few), *[HeldTiling()] * 3, Tiling(*few)]
+    assert HeldTiling().takes(weight)
 
 
 def test_rows_are_rounded_only_where_that_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +176,7 @@ def test_shipped_tables_hold_legal_tilings() -> None:
             for tiling in (row.pop(bucket) for bucket in held):
                 n = int(shape.split("x")[0])
                 weight = packed(kind.split("/")[0], n, k, int(group))
-                assert not rounded and tiling.takes(weight, epilogue)
+                assert not rounded and tiling.takes(weight)
             for tiling in filter(None, row.values()):
                 assert tiling.parts(k) <= MAX_PARTS
                 assert group == "rows" or int(group) % tiling.block_k == 0

@@ -3,7 +3,7 @@
 A program goes over tiles of the weight's rows, and each of its warps has the same columns in all of
 them. So it reads its part of x once, and keeps it as operands of the MMA; what remains are words
 and scales, the next tile's while it multiplies. The warps' sums are added up once a tile. Tokens
-and words are in registers, most of an SM's, and none go through shared memory.
+and words are in registers, all of a multiprocessor's, and none go through shared memory.
 
 A thread reads 16 bytes of a row at a time, which are 32 of its columns. In which order columns
 come, an MMA does not care: it is such that these words are the thread's part of the first operand,
@@ -15,10 +15,10 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from rackmount_quant.kernels.planes import int4_offset, int4_planes
-from rackmount_quant.kernels.stream_k import barrier, depart
 
-LEAST_K: tl.constexpr = tl.constexpr(16)
-"""Columns of a first operand that `tl.dot` takes at least."""
+BLOCK_M, BLOCK_N, WARPS = tl.constexpr(8), tl.constexpr(16), tl.constexpr(16)
+"""Rows of x and of a tile, which are an MMA's, and a program's warps: as many as `tl.dot` wants
+columns, which are warps where their sums are added up."""
 
 
 # A kernel for every number of rows and tiles would be compiled in vain.
@@ -31,8 +31,6 @@ def held_tokens_kernel(
     bias,
     residual,
     out,
-    partials,
-    arrivals,
     M,
     N,
     K,
@@ -42,11 +40,7 @@ def held_tokens_kernel(
     BLOCK_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     BLOCKS_PER_SCALE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WARPS: tl.constexpr,
     STEPS: tl.constexpr,
-    SLICES: tl.constexpr,
     EVEN: tl.constexpr,
     UP: tl.constexpr,
     SILU_MUL: tl.constexpr,
@@ -58,154 +52,118 @@ def held_tokens_kernel(
 
     `words` int32 in panels of 128 columns, BLOCK_STRIDE from one to the next, 16 to a row. `scales`
     [N, columns / group] with rows SCALE_STRIDE apart, each for BLOCKS_PER_SCALE panels; `zeros`
-    alike or None. As constants, strides are part of loads. M is at most BLOCK_M, and BLOCK_N, 16 or
-    32 rows of the weight, divides N; with SILU_MUL half of a tile are gate rows, and UP rows
-    further are their up rows.
-
-    Each of SLICES programs that share tiles has as many panels, and each of its WARPS, 8 or more,
-    has STEPS of them; EVEN: all warps have panels. What slices give is added up at the end: they
-    leave float32 [tiles, SLICES, BLOCK_M * BLOCK_N] in `partials`, wait for each other, which
-    `tuning.HeldTiling` says when they may, and each adds up some tiles. `arrivals` int32 counts who
-    is done, zeros before and after.
+    alike or None. As constants, strides are part of loads. M is at most BLOCK_M, and N is some
+    `tiles` of BLOCK_N rows; with SILU_MUL half of a tile are gate rows, and UP rows further are
+    their up rows. Each warp has STEPS panels, of which some are past K unless EVEN.
     """
     dtype: tl.constexpr = x.dtype.element_ty
     blocks = tl.cdiv(K, 128)
-    team, member = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES
-    teams = tl.num_programs(0) // SLICES
-    share = tl.cdiv(blocks, SLICES)
-    first = member * share + tl.arange(0, WARPS) * STEPS
-    end = tl.minimum(member * share + share, blocks)
-    packed = ()
-    for step in tl.static_range(STEPS):
-        read = _words(words, team, first + step, end, UP, BLOCK_STRIDE, BLOCK_N, SILU_MUL, EVEN)
-        packed += (read,)  # type: ignore[assignment]  # it grows while it is compiled
+    first = tl.arange(0, WARPS) * STEPS
+    start, programs = tl.program_id(0), tl.num_programs(0)
+    packed, scaled, offset = _read(
+        words, scales, zeros, start, True, first, blocks, BLOCK_STRIDE, SCALE_STRIDE,
+        BLOCKS_PER_SCALE, STEPS, EVEN, UP, SILU_MUL,
+    )  # fmt: skip
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
+    # Rows of ones sum the tokens' columns. They are joined of halves, as the words' planes are: so
+    # both products want their tokens in the same registers.
+    half = tl.full((WARPS, BLOCK_N, 16), 1.0, dtype)
+    ones = tl.join(half, half).reshape(WARPS, BLOCK_N, 32)
     tokens, totals = (), ()
     for step in tl.static_range(STEPS):
-        total = tl.zeros((WARPS, 16, BLOCK_M), tl.float32)
+        total = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
         for plane in tl.static_range(4):
-            some = _tokens(x, first + step, end, plane, M, x_stride, BLOCK_M, WARPS, EVEN)
-            tokens += (some,)  # type: ignore[assignment]
-            # Rows of ones, which are all alike, sum the tokens' columns.
-            total = tl.dot(tl.full((WARPS, 16, 32), 1.0, dtype), some, total)
-        totals += (tl.max(total, 1),)  # type: ignore[assignment]
-    for tile in tl.range(team, tiles, teams, num_stages=1):
-        after = tl.minimum(tile + teams, tiles - 1)
-        acc = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
-        following = ()
-        for step in tl.static_range(STEPS):
-            block = first + step
-            group = block // BLOCKS_PER_SCALE
-            scale = _of_rows(
-                scales, tile, group, block, end, UP, SCALE_STRIDE, BLOCK_N, SILU_MUL, EVEN
-            )
-            if zeros is None:
-                excess = int4_offset(None) * totals[step]
-                part = -tl.broadcast_to(excess[:, None, :], (WARPS, BLOCK_N, BLOCK_M))
-            else:
-                zero = _of_rows(
-                    zeros, tile, group, block, end, UP, SCALE_STRIDE, BLOCK_N, SILU_MUL, EVEN
-                )
-                part = -int4_offset(zero)[:, :, None] * totals[step][:, None, :]
-            planes = int4_planes(_halves(packed[step], COMPILED), None, None, dtype, True, COMPILED)
-            for plane in tl.static_range(4):
-                part = tl.dot(_first_operand(planes[plane]), tokens[4 * step + plane], part)
-            acc += part * scale[:, :, None]
-            read = _words(
-                words, after, first + step, end, UP, BLOCK_STRIDE, BLOCK_N, SILU_MUL, EVEN
-            )
-            following += (read,)  # type: ignore[assignment]
-        packed = following
-        if SLICES > 1:
-            place = tl.arange(0, BLOCK_M * BLOCK_N)
-            at = partials + (tile * SLICES + member) * (BLOCK_M * BLOCK_N) + place
-            tl.store(at, _sums(acc), mask=place // BLOCK_N < M)
-        elif SILU_MUL:
-            gate, up = _half_sums(acc)
-            if bias is not None:
-                place = tl.arange(0, BLOCK_M * BLOCK_N // 2)
-                column = tile * (BLOCK_N // 2) + place % (BLOCK_N // 2)
-                gate += tl.load(bias + column).to(tl.float32)
-                up += tl.load(bias + UP + column).to(tl.float32)
-            value = gate / (1.0 + tl.exp(-gate)) * up
-            _write(value, None, None, out, M, UP, 0, tile, BLOCK_N // 2)
-        else:
-            _write(_sums(acc), bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
-    if SLICES > 1:
-        _add_slices(
-            bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, team, teams,
-            member, BLOCK_M, BLOCK_N, SLICES, COMPILED,
+            some = _tokens(x, first + step, blocks, plane, M, x_stride, EVEN)
+            tokens += (some,)  # type: ignore[assignment]  # it grows while it is compiled
+            total = tl.dot(ones, some, total)
+        totals += (total,)  # type: ignore[assignment]
+    for tile in tl.range(start, tiles, programs, num_stages=1):
+        after = tile + programs
+        following, its_scales, its_zeros = _read(
+            words, scales, zeros, after, after < tiles, first, blocks, BLOCK_STRIDE, SCALE_STRIDE,
+            BLOCKS_PER_SCALE, STEPS, EVEN, UP, SILU_MUL,
         )  # fmt: skip
+        of_columns = None if SILU_MUL else _of_columns(bias, tile)
+        of_places = _of_places(residual, M, residual_stride, tile)
+        sums = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
+        # Always so. But ptxas makes loads that nothing of their block needs at its end, where they
+        # would have no time left.
+        if after > start:
+            sums = _multiply(packed, scaled, offset, tokens, totals, zeros, STEPS, COMPILED)
+        packed, scaled, offset = following, its_scales, its_zeros
+        if SILU_MUL:
+            _write_gated(sums, bias, out, M, tile, UP)
+        else:
+            _write(sums, of_columns, of_places, out, M, N, tile)
 
 
 @triton.jit
-def _words(
-    words, tile, block, end, UP: tl.constexpr, BLOCK_STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
+def _read(
+    words, scales, zeros, tile, there, first, blocks, BLOCK_STRIDE: tl.constexpr,
+    SCALE_STRIDE: tl.constexpr, BLOCKS_PER_SCALE: tl.constexpr, STEPS: tl.constexpr,
+    EVEN: tl.constexpr, UP: tl.constexpr, SILU_MUL: tl.constexpr,
 ):  # fmt: skip
-    """A block's for each warp, by eight rows of a tile: int32 [WARPS, BLOCK_N / 8, 128]."""
-    EIGHTS: tl.constexpr = BLOCK_N // 8
-    HALF: tl.constexpr = EIGHTS // 2 if SILU_MUL else EIGHTS
-    eight = tl.arange(0, EIGHTS)
-    row = (tile * HALF + eight % HALF) * 8
-    if SILU_MUL:
-        row += eight // HALF * UP
-    inner = row[None, :, None] * 16 + tl.arange(0, 128)[None, None, :]
-    at = words + block[:, None, None] * BLOCK_STRIDE + inner
-    if EVEN:
-        read = tl.load(at)
-    else:
-        read = tl.load(at, mask=(block < end)[:, None, None], other=0)
-    return read
+    """A tile's words, int32 [WARPS, 2, 128], scales and zeros, [WARPS, BLOCK_N], for each of a
+    warp's steps: zeros for panels past K, and anything where `there` is no tile."""
+    # What differs between a thread's loads is added last, so that it becomes part of them.
+    eight = tl.arange(0, 2)[None, :, None]
+    more = eight * UP if SILU_MUL else eight * 8
+    row = tile * 8 if SILU_MUL else tile * BLOCK_N
+    its_first = first[:, None, None]
+    words += its_first * BLOCK_STRIDE + row * 16 + tl.arange(0, 128)[None, None, :]
+    rows = (row + tl.arange(0, 8)[None, None, :]) * SCALE_STRIDE
+    OTHER: tl.constexpr = None if EVEN else 0
+    packed, scaled, offset = (), (), ()
+    for step in tl.static_range(STEPS):
+        block = its_first + step
+        inside = there if EVEN else (block < blocks) & there
+        read = tl.load(words + (more * 16 + step * BLOCK_STRIDE), mask=inside, other=OTHER)
+        packed += (read,)  # type: ignore[assignment]  # it grows while it is compiled
+        # Loads of fewer elements than threads are made by the thread that needs them.
+        if BLOCKS_PER_SCALE == 1:
+            at, last = its_first + rows, more * SCALE_STRIDE + step
+        else:
+            at, last = block // BLOCKS_PER_SCALE + rows, more * SCALE_STRIDE
+        read = tl.load(scales + at + last, mask=inside, other=OTHER)
+        scaled += (read.reshape(WARPS, BLOCK_N),)
+        if zeros is not None:
+            read = tl.load(zeros + at + last, mask=inside, other=OTHER)
+            offset += (read.reshape(WARPS, BLOCK_N),)
+    return packed, scaled, offset
 
 
 @triton.jit
-def _of_rows(
-    at, tile, group, block, end, UP: tl.constexpr, STRIDE: tl.constexpr, BLOCK_N: tl.constexpr,
-    SILU_MUL: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """Each warp's group's scale, or its zero, of a tile's rows: float32 [WARPS, BLOCK_N]. Loads of
-    fewer elements than threads are made by the thread that needs them."""
-    n = tl.arange(0, 16)
-    if BLOCK_N == 16 and SILU_MUL:
-        row = tile * 8 + n % 8 + n // 8 * UP
-    elif SILU_MUL:
-        row = tile * 16 + n
-    else:
-        row = tile * BLOCK_N + n
-    values = _of_some(at, group, row, block, end, STRIDE, EVEN)
-    if BLOCK_N == 32:
-        more = _of_some(at, group, row + (UP if SILU_MUL else 16), block, end, STRIDE, EVEN)
-        values = tl.join(values, more).permute(0, 2, 1).reshape(block.shape[0], 32)
-    return values.to(tl.float32)
-
-
-@triton.jit
-def _of_some(at, group, row, block, end, STRIDE: tl.constexpr, EVEN: tl.constexpr):
-    at += group[:, None] + row[None, :] * STRIDE
-    if EVEN:
-        values = tl.load(at)
-    else:
-        values = tl.load(at, mask=(block < end)[:, None], other=0)
-    return values
-
-
-@triton.jit
-def _tokens(
-    x, block, end, PLANE: tl.constexpr, M, x_stride, BLOCK_M: tl.constexpr, WARPS: tl.constexpr,
-    EVEN: tl.constexpr,
-):  # fmt: skip
+def _tokens(x, block, blocks, PLANE: tl.constexpr, M, x_stride, EVEN: tl.constexpr):
     """What a plane of each warp's block is multiplied with, [WARPS, 32, BLOCK_M]."""
     m, c = tl.arange(0, BLOCK_M), tl.arange(0, 32)
     inner = m[:, None, None] * x_stride + (c // 8 * 32 + c % 8)[None, None, :]
     mask = m[:, None, None] < M
     if not EVEN:
-        mask = mask & (block < end)[None, :, None]
+        mask = mask & (block < blocks)[None, :, None]
     tokens = tl.load(x + block[None, :, None] * 128 + inner + 8 * PLANE, mask=mask, other=0.0)
     tokens = tokens.reshape(BLOCK_M, WARPS, 4, 2, 2, 2).permute(1, 3, 2, 4, 5, 0)
     return tokens.reshape(WARPS, 32, BLOCK_M)
+
+
+@triton.jit
+def _multiply(
+    packed, scaled, offset, tokens, totals, zeros, STEPS: tl.constexpr, COMPILED: tl.constexpr
+):  # fmt: skip
+    """Each warp's part of a tile's sums, float32 [WARPS, BLOCK_N, BLOCK_M]."""
+    sums = tl.zeros((WARPS, BLOCK_N, BLOCK_M), tl.float32)
+    for step in tl.static_range(STEPS):
+        if zeros is None:
+            part = -int4_offset(None) * totals[step]
+        else:
+            part = -int4_offset(offset[step].to(tl.float32))[:, :, None] * totals[step]
+        halves = _halves(packed[step], COMPILED)
+        planes = int4_planes(halves, None, None, tokens[0].dtype, True, COMPILED)
+        for plane in tl.static_range(4):
+            part = tl.dot(_first_operand(planes[plane]), tokens[4 * step + plane], part)
+        sums += part * scaled[step].to(tl.float32)[:, :, None]
+    return sums
 
 
 @triton.jit
@@ -227,88 +185,79 @@ def _halves(words, COMPILED: tl.constexpr):
 
 @triton.jit
 def _first_operand(plane):
-    """A plane [WARPS, BLOCK_N / 8, 256] in the order of `_tokens`, [WARPS, BLOCK_N, 32]."""
-    WARPS: tl.constexpr = plane.shape[0]
-    EIGHTS: tl.constexpr = plane.shape[1]
-    plane = plane.reshape(WARPS, EIGHTS, 8, 4, 2, 2, 2).permute(0, 1, 2, 4, 3, 5, 6)
-    return plane.reshape(WARPS, 8 * EIGHTS, 32)
+    """A plane [WARPS, 2, 256] in the order of `_tokens`, [WARPS, BLOCK_N, 32]."""
+    plane = plane.reshape(WARPS, 2, 8, 4, 2, 2, 2).permute(0, 1, 2, 4, 3, 5, 6)
+    return plane.reshape(WARPS, BLOCK_N, 32)
 
 
 @triton.jit
-def _sums(acc):
-    """Over warps, of [WARPS, R, M]: float32 [M * R].
+def _over_warps(sums):
+    """[WARPS, ...] added up over warps, in one axis.
 
     As a product with ones: its operand goes through shared memory without conflicts, where those of
     `tl.sum` over warps were 32-fold."""
-    WARPS: tl.constexpr = acc.shape[0]
-    SIZE: tl.constexpr = acc.shape[1] * acc.shape[2]
-    if WARPS < LEAST_K:
-        one, two = _half_sums(acc)
-        sums = tl.join(one, two).permute(1, 0).reshape(2, acc.shape[2], acc.shape[1] // 2)
-        sums = sums.permute(1, 0, 2).reshape(SIZE)
-    else:
-        flat = acc.permute(0, 2, 1).reshape(WARPS, SIZE)
-        ones = tl.full((1, WARPS), 1.0, tl.float32)
-        sums = tl.dot(ones, flat, input_precision="ieee").reshape(SIZE)
-    return sums
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    ones = tl.full((1, WARPS), 1.0, tl.float32)
+    return tl.dot(ones, sums.reshape(WARPS, SIZE), input_precision="ieee").reshape(SIZE)
 
 
 @triton.jit
-def _half_sums(acc):
-    """`_sums` of the first half of the rows and of the second."""
-    WARPS: tl.constexpr = acc.shape[0]
-    R: tl.constexpr = acc.shape[1]
-    M: tl.constexpr = acc.shape[2]
-    if WARPS < LEAST_K:  # both halves are one operand
-        flat = acc.reshape(WARPS, 2, R // 2, M).permute(0, 1, 3, 2)
-        flat = flat.reshape(2 * WARPS, M * R // 2)
-        half = tl.arange(0, 2 * WARPS)[None, :] % 2
-        one = tl.dot((half == 0).to(tl.float32), flat, input_precision="ieee")
-        two = tl.dot((half == 1).to(tl.float32), flat, input_precision="ieee")
-        one, two = one.reshape(M * R // 2), two.reshape(M * R // 2)
-    else:
-        one, two = acc.reshape(WARPS, 2, R // 2, M).permute(0, 2, 3, 1).split()
-        one, two = _sums(one), _sums(two)
-    return one, two
+def _places(tile):
+    """Row and column of each of a tile's sums, [BLOCK_M * BLOCK_N]."""
+    place = tl.arange(0, BLOCK_M * BLOCK_N)
+    return place // BLOCK_N, tile * BLOCK_N + place % BLOCK_N
 
 
 @triton.jit
-def _write(
-    value, bias, residual, out, M, columns, residual_stride, tile, COLUMNS: tl.constexpr
-):  # fmt: skip
-    """A tile's values [rows of x * COLUMNS], with bias and residual; rounded once."""
-    place = tl.arange(0, value.shape[0])
-    row, column = place // COLUMNS, tile * COLUMNS + place % COLUMNS
-    inside = row < M
+def _of_columns(bias, tile):
+    """A tile's bias as it is read, or None."""
+    read = None
     if bias is not None:
-        value += tl.load(bias + column).to(tl.float32)
-    if residual is not None:
-        at = residual + row * residual_stride + column
-        value += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * columns + column, value.to(out.dtype.element_ty), mask=inside)
+        _, column = _places(tile)
+        read = tl.load(bias + column)
+    return read
 
 
 @triton.jit
-def _add_slices(
-    bias, residual, out, partials, arrivals, M, N, tiles, residual_stride, team, teams, member,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, COMPILED: tl.constexpr,
-):  # fmt: skip
-    """Waits until all slices of the team's tiles are there, then adds up some of its tiles."""
-    if COMPILED:
-        barrier()
-    place = tl.atomic_add(arrivals + team, 1, sem="acq_rel")
-    if COMPILED:
-        first, step = team + member * teams, teams * SLICES
-        while place < SLICES:
-            place = tl.atomic_add(arrivals + team, 0, sem="acquire")
-    else:  # programs run one by one: the last adds up all
-        first, step = tl.where(place == SLICES - 1, team, tiles), teams
-    inner = tl.arange(0, BLOCK_M * BLOCK_N)
-    for tile in tl.range(first, tiles, step, num_stages=1):
-        sums = tl.zeros((BLOCK_M * BLOCK_N,), tl.float32)
-        for part in tl.static_range(SLICES):
-            at = partials + (tile * SLICES + part) * (BLOCK_M * BLOCK_N) + inner
-            mask = inner // BLOCK_N < M
-            sums += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
-        _write(sums, bias, residual, out, M, N, residual_stride, tile, BLOCK_N)
-    depart(arrivals + team, place, SLICES, COMPILED)
+def _of_places(residual, M, residual_stride, tile):
+    """A tile's residual as it is read, or None."""
+    read = None
+    if residual is not None:
+        row, column = _places(tile)
+        read = tl.load(residual + row * residual_stride + column, mask=row < M, other=0.0)
+    return read
+
+
+@triton.jit
+def _write(sums, of_columns, of_places, out, M, N, tile):
+    """A tile of out, rounded once."""
+    row, column = _places(tile)
+    value = _over_warps(sums.permute(0, 2, 1))
+    if of_columns is not None:
+        value += of_columns.to(tl.float32)
+    if of_places is not None:
+        value += of_places.to(tl.float32)
+    tl.store(out + row * N + column, value.to(out.dtype.element_ty), mask=row < M)
+
+
+@triton.jit
+def _write_gated(sums, bias, out, M, tile, UP: tl.constexpr):
+    """silu(gate) * up of a tile, rounded once. A gate and its up are neighbouring threads', and both
+    have what comes of them: so they meet, and are stored, without shared memory."""
+    SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+    sums = _over_warps(sums.reshape(WARPS, 2, 8, BLOCK_M).permute(0, 3, 2, 1))
+    place = tl.arange(0, SIZE)
+    half, column, row = place % 2, tile * 8 + place // 2 % 8, place // BLOCK_N
+    if bias is not None:
+        sums += tl.load(bias + column + half * UP).to(tl.float32)
+    pairs = sums.reshape(SIZE // 2, 2), half.reshape(SIZE // 2, 2)
+    value, _ = tl.reduce(pairs, 1, _gated)
+    value = tl.broadcast_to(value[:, None], (SIZE // 2, 2)).reshape(SIZE)
+    mask = (row < M) & (half == 0)
+    tl.store(out + row * UP + column, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gated(one, its_half, two, half):
+    gate, up = tl.where(its_half < half, one, two), tl.where(its_half < half, two, one)
+    return gate / (1.0 + tl.exp(-gate)) * up, tl.minimum(its_half, half)

@@ -221,7 +221,7 @@ def plan(
     if isinstance(tiling, RowTiling):
         kernel, grid, arguments = _of_one_row(tiling, x, packed)
     elif isinstance(tiling, HeldTiling):
-        kernel, grid, arguments = _of_held_tokens(tiling, x, prepared, residual, silu)
+        kernel, grid, arguments = _of_held_tokens(tiling, x, packed, residual)
     else:
         kernel, grid, arguments = _of_few_rows(tiling, x, prepared, residual)
     arguments |= {
@@ -231,7 +231,6 @@ def plan(
         "out": out,
         "N": packed.n,
         "K": values.shape[1],
-        "BLOCK_N": tiling.block_n,
         "SILU_MUL": silu,
         "COMPILED": values.device.type == "cuda",
         "num_warps": tiling.warps,
@@ -248,6 +247,7 @@ def _of_one_row(
     span = tiling.step * block_k
     arguments = {
         **_of_weight(packed, block_k, torch.int32),
+        "BLOCK_N": tiling.block_n,
         "BLOCK_K": block_k,
         "STEP": tiling.step,
         "ONCE": span >= packed.k,
@@ -257,32 +257,18 @@ def _of_one_row(
 
 
 def _of_held_tokens(
-    tiling: HeldTiling,
-    x: Tensor | RoundedRows,
-    prepared: Prepared,
-    residual: Tensor | None,
-    silu: bool,
+    tiling: HeldTiling, x: Tensor | RoundedRows, packed: Packed, residual: Tensor | None
 ) -> tuple[JITFunction, tuple[int], dict[str, Any]]:
     """What `plan` gives, as far as it is this kernel's own."""
-    packed = prepared.packed
     assert isinstance(x, Tensor) and x.shape[1] == packed.k and len(x) <= tuning.HELD_ROWS
-    assert tiling.takes(packed, "silu_mul" if silu else "none")
+    assert tiling.takes(packed)
     row_stride, block_stride = packed.strides(tuning.HELD_K)
     assert row_stride == tuning.HELD_K // packed.per_word
-    tiles, slices = packed.n // tiling.block_n, tiling.slices(packed.k)
-    room = num_sms_of(x.device) * tiling.programs
-    assert slices <= room, "programs that wait for each other run at a time"
-    teams = min(tiles, room // slices)
-    partials = None
-    if slices > 1:
-        size = (tiles, slices, tuning.HELD_ROWS * tiling.block_n)
-        partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    tiles, steps = packed.n // tuning.HELD_N, tiling.steps(packed.k)
     arguments = {
         "words": packed.words,
         "scales": packed.scales,
         "zeros": packed.zeros,
-        "partials": partials,
-        "arrivals": prepared.arrivals,
         "M": len(x),
         "tiles": tiles,
         # One row has any stride, and the kernel wants one that keeps rows aligned.
@@ -291,17 +277,13 @@ def _of_held_tokens(
         "BLOCK_STRIDE": block_stride,
         "SCALE_STRIDE": packed.scales.stride(0),
         "BLOCKS_PER_SCALE": packed.group // tuning.HELD_K,
-        "BLOCK_M": tuning.HELD_ROWS,
-        "WARPS": tiling.warps,
-        "STEPS": tiling.steps,
-        "SLICES": slices,
+        "STEPS": steps,
+        "EVEN": tiling.warps * steps * tuning.HELD_K == packed.k,
         "UP": packed.n // 2,
-        "EVEN": slices * tiling.warps * tiling.steps * tuning.HELD_K == packed.k,
         "num_stages": 1,
+        "maxnreg": tiling.registers,
     }
-    if tiling.registers is not None:
-        arguments["maxnreg"] = tiling.registers
-    return held_tokens_kernel, (teams * slices,), arguments
+    return held_tokens_kernel, (min(tiles, num_sms_of(x.device)),), arguments
 
 
 def _of_few_rows(
@@ -343,6 +325,7 @@ def _of_few_rows(
         "share": tiling.share,
         "PLANES": planes,
         "BLOCK_M": block_m,
+        "BLOCK_N": tiling.block_n,
         "BLOCK_K": tiling.block_k,
         "HALVES": tiling.block_n >= 32 * tiling.warps,
         "PARTS": triton.next_power_of_2(parts),

@@ -4,10 +4,10 @@ A table is a file `tuned/<GPU's name>.json`, written by `benchmarks/quant_gemm.p
 `benchmarks/layer_tilings.py`:
 `{"fields": names of Tiling's fields, "shapes": {"KIND NxK EPILOGUE": {bucket: values or null}}}`,
 KIND as `Packed.kind`. A bucket is the least power of two that holds the rows; null says that the
-product with the dequantized matrix was faster, `{"held": values}` that programs which hold their
-tokens were, with the names of HeldTiling's fields in "held_fields". One that is not there has what
-one with as many tokens a tile has. "row" is a bucket of its own, of one row in `one_row_kernel`,
-with the names of RowTiling's fields in "row_fields"; null or none says that another was faster.
+product with the dequantized matrix was faster, "held" that programs which hold their tokens were.
+One that is not there has what one with as many tokens a tile has. "row" is a bucket of its own, of
+one row in `one_row_kernel`, with the names of RowTiling's fields in "row_fields"; null or none says
+that another was faster.
 
 "KIND rounded NxK EPILOGUE" has buckets where products of rounded rows were faster by
 `ROUNDING_GAIN`; null says that of those the way for many rows was the fastest.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import torch
 
@@ -50,10 +50,8 @@ LAST_ADDS_M = 8
 MAX_PARTS = 32
 """Programs that may share a tile: the kernel is unrolled over them."""
 HELD_ROWS = 8
-HELD_K = 128
-"""Most rows, and columns of a block, where programs hold their tokens."""
-REGISTERS, MOST_REGISTERS = 65536, 255
-"""Of an SM, and of a thread."""
+HELD_N, HELD_K = 16, 128
+"""Most rows, rows of the weight a tile and columns of a block, where programs hold their tokens."""
 
 
 @dataclass(frozen=True)
@@ -114,33 +112,27 @@ class RowTiling:
 
 @dataclass(frozen=True)
 class HeldTiling:
-    """How a product of up to eight rows is cut into programs that hold their tokens; see
-    `held_tokens.held_tokens_kernel`."""
+    """A product of up to `HELD_ROWS` rows by programs that hold their tokens, one an SM with all of
+    its registers; see `held_tokens.held_tokens_kernel`. It leaves nothing to tune."""
 
-    block_n: int
-    """Weight rows a tile, 16 or 32; with "silu_mul" half of them are gate rows."""
-    warps: int
-    """Of a program, 8 or 16: each has other columns."""
-    steps: int
-    """Blocks of `HELD_K` columns whose tokens a warp holds."""
-    programs: int
-    """That an SM has room for."""
-    registers: int | None
+    warps: ClassVar[int] = 16
+    """Of a program: each has other columns."""
+    registers: ClassVar[int] = 128
+    """Of a thread."""
+    most_steps: ClassVar[int] = 2
+    """Blocks of `HELD_K` columns whose tokens a warp can hold."""
 
-    def slices(self, k: int) -> int:
-        """Programs that share a tile."""
-        return -(-k // (self.warps * self.steps * HELD_K))
+    def steps(self, k: int) -> int:
+        """Blocks for each warp, a power of two."""
+        return 1 << (-(-k // (self.warps * HELD_K)) - 1).bit_length()
 
-    def takes(self, packed: Packed, epilogue: str) -> bool:
-        """Whether it can make this weight's product, of up to `HELD_ROWS` rows. Programs that share
-        tiles wait for each other, so that all must have room."""
-        registers = (self.registers or MOST_REGISTERS) * 32 * self.warps * self.programs
-        shared = self.slices(packed.k) > 1
-        even = packed.k % HELD_K == 0 and packed.n % self.block_n == 0
-        grouped = packed.group > 0 and packed.group % HELD_K == 0
+    def takes(self, packed: Packed) -> bool:
+        """Whether it can make this weight's product."""
         whole = packed.format == "int4" and packed.panel == HELD_K
-        cut = not shared or (epilogue != "silu_mul" and registers <= REGISTERS)
-        return even and grouped and whole and cut and block_k_of(packed) is not None
+        grouped = packed.group > 0 and packed.group % HELD_K == 0
+        even = packed.k % HELD_K == 0 and packed.n % HELD_N == 0
+        room = self.steps(packed.k) <= self.most_steps
+        return whole and grouped and even and room and block_k_of(packed) is not None
 
 
 AnyTiling = Tiling | RowTiling | HeldTiling
@@ -232,11 +224,12 @@ def table_of(gpu: str) -> Table:
 def parse(table: Mapping) -> Table:
     """A table's shapes: "KIND NxK EPILOGUE" -> bucket -> tiling, or None."""
 
-    def tiling(bucket: str, values: list | dict | None) -> AnyTiling | None:
+    def tiling(bucket: str, values: list | str | None) -> AnyTiling | None:
         if values is None:
             return None
-        if isinstance(values, dict):
-            return HeldTiling(**dict(zip(table["held_fields"], values["held"], strict=True)))
+        if isinstance(values, str):
+            assert values == "held"
+            return HeldTiling()
         if bucket == "row":
             return RowTiling(**dict(zip(table["row_fields"], values, strict=True)))
         return Tiling(**dict(zip(table["fields"], values, strict=True)))
