@@ -127,10 +127,10 @@ def _read(
         else:
             at, last = block // BLOCKS_PER_SCALE + rows, more * SCALE_STRIDE
         read = tl.load(scales + at + last, mask=inside, other=OTHER)
-        scaled += (read.reshape(WARPS, BLOCK_N),)
+        scaled += (read.reshape(WARPS, BLOCK_N),)  # type: ignore[assignment]
         if zeros is not None:
             read = tl.load(zeros + at + last, mask=inside, other=OTHER)
-            offset += (read.reshape(WARPS, BLOCK_N),)
+            offset += (read.reshape(WARPS, BLOCK_N),)  # type: ignore[assignment]
     return packed, scaled, offset
 
 
@@ -242,8 +242,8 @@ def _write(sums, of_columns, of_places, out, M, N, tile):
 
 @triton.jit
 def _write_gated(sums, bias, out, M, tile, UP: tl.constexpr):
-    """silu(gate) * up of a tile, rounded once. A gate and its up are neighbouring threads', and both
-    have what comes of them: so they meet, and are stored, without shared memory."""
+    """silu(gate) * up of a tile, rounded once. A gate and its up are neighbouring threads', which
+    both have what comes of them: so they meet, and are stored, without shared memory."""
     SIZE: tl.constexpr = BLOCK_M * BLOCK_N
     sums = _over_warps(sums.reshape(WARPS, 2, 8, BLOCK_M).permute(0, 3, 2, 1))
     place = tl.arange(0, SIZE)
