@@ -44,10 +44,11 @@ def test_interference_is_measured_with_and_without_long_prompts(record_of: Recor
 def test_a_start_is_told_phase_by_phase(tiny: Path) -> None:
     # As JSON leaves it: tuples are lists.
     arguments = {"load_format": "dummy", "device": "cpu", "max_model_len": None, "auto_plugins": []}
-    phases = measure(str(tiny), json.loads(json.dumps(arguments)), 5)
-    assert set(phases) == {*PHASES, "total"}
-    assert min(phases.values()) > 0
-    assert phases["total"] == pytest.approx(sum(phases[name] for name in PHASES))
+    row = measure(str(tiny), json.loads(json.dumps(arguments)), 5)
+    assert set(row) == {*PHASES, "total", "attention", "parts"}
+    assert min(row[name] for name in PHASES) > 0
+    assert row["total"] == pytest.approx(sum(row[name] for name in PHASES))
+    assert row["attention"] == "torch" and "attention_backend: torch" in row["parts"]
 
 
 def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -26,11 +26,14 @@ COLUMNS = {
     "engine": "engine ready s",
     "first token": "first token s",
     "total": "all s",
+    "attention": "attention",
 }
 
 
-def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, float]:
-    """Seconds of each phase of one process, and of all.
+def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, Any]:
+    """Seconds of each phase of one process, and of all; the parts that served it, of which the
+    backends of attention are told beside them, since `auto` may take others once kernels of theirs
+    are compiled.
 
     Raises:
         RackmountError: the process failed; its own words are on stderr.
@@ -41,10 +44,13 @@ def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, 
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode:
         raise RackmountError(f"the process that was timed ended with {process.returncode}")
-    ends = json.loads(process.stdout.splitlines()[-1])
-    marks = [start, *(ends[phase] for phase in PHASES)]
+    found = json.loads(process.stdout.splitlines()[-1])
+    marks = [start, *(found[phase] for phase in PHASES)]
     phases = zip(PHASES, (b - a for a, b in pairwise(marks)), strict=True)
-    return dict(phases) | {"total": marks[-1] - start}
+    named = [part.split(": ") for part in found["parts"]]
+    attention = ", ".join(name for kind, name in named if kind == "attention_backend")
+    total = {"total": marks[-1] - start}
+    return dict(phases) | total | {"attention": attention, "parts": found["parts"]}
 
 
 @unfold

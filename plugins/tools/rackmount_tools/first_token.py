@@ -3,7 +3,8 @@ times.
 
 Usage: python -m rackmount_tools.first_token '{"model": ..., "arguments": {...}, "input_len": 16}'
 
-Writes the times of its phases, in seconds since the epoch, as one line of JSON.
+Writes the times of its phases, in seconds since the epoch, and the parts that served it, as one
+line of JSON.
 """
 
 import json
@@ -12,13 +13,14 @@ import time
 from typing import Any
 
 
-def main(asked: dict[str, Any]) -> dict[str, float]:
-    """Time of the end of each phase."""
+def main(asked: dict[str, Any]) -> dict[str, Any]:
+    """Time of the end of each phase, and "parts"."""
     import torch  # noqa: F401  # its import is a phase of its own
 
     times = {"torch": time.time()}
     from rackmount_registry.plugins import PluginManager
     from rackmount_tools.loads import random_prompts
+    from rackmount_tools.record import describe_rack
     from rackmount_tools.runs import greedy, open_engine, timed
 
     manager = PluginManager.discover()
@@ -35,7 +37,7 @@ def main(asked: dict[str, Any]) -> dict[str, float]:
         prompts = random_prompts(1, length, engine.rack.draft.vocab_size)
         timed(engine, prompts, greedy(1))
         times["first token"] = time.time()
-    return times
+        return times | {"parts": describe_rack(engine.rack)["parts"]}
 
 
 if __name__ == "__main__":
