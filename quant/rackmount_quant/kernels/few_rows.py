@@ -164,7 +164,9 @@ def few_rows_kernel(
         if EVEN_K:
             packed = tl.load(at)
         else:
-            first_column = column + j[None, :] // (128 // BITS) * (8 * NUM)  # of 16 bytes
+            # Of 16 bytes, which in four bits have eight of each quarter of a block.
+            PIECE: tl.constexpr = 8 if FORMAT == "int4" else 8 * NUM
+            first_column = column + j[None, :] // (128 // BITS) * PIECE
             packed = tl.load(at, mask=first_column < K, other=0.0)
         if IN_UNITS:
             if COMPILED and (TWICE or BLOCK_N >= 32 * WARPS):
@@ -194,7 +196,7 @@ def few_rows_kernel(
             if ROUNDED:
                 values = packed
             elif FORMAT == "int4":
-                values = unpack_int4(packed, zero, dtype, COMPILED)
+                values = unpack_int4(packed, zero, dtype, COMPILED, BLOCK_K // 32)
             elif FORMAT == "int8":
                 values = unpack_int8(packed, zero, dtype, COMPILED)
             else:
@@ -291,8 +293,11 @@ def _add_planes(
     if OFFSET:  # an MMA with rows of ones sums the tokens' columns, for all rows of a warp
         ONES: tl.constexpr = min(16 * WARPS, BLOCK_N)
         total = tl.zeros((ONES, BLOCK_M), tl.float32)
+    # Of a panel in four bits a plane's are a quarter, in their order.
+    k = j if FORMAT == "int4" else plane_columns(j, 0, NUM)
+    MORE: tl.constexpr = j.shape[0] if FORMAT == "int4" else 8
     for i in tl.static_range(NUM):
-        tokens = _tokens(x, m, plane_columns(j, 0, NUM), column, 8 * i, M, K, x_stride, EVEN_K)
+        tokens = _tokens(x, m, k, column, MORE * i, M, K, x_stride, EVEN_K)
         part = tl.dot(planes[i], tokens.T, part)
         if OFFSET:
             total = tl.dot(tl.full((ONES, j.shape[0]), 1.0, dtype), tokens.T, total)

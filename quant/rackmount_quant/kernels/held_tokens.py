@@ -138,11 +138,11 @@ def _read(
 def _tokens(x, block, blocks, PLANE: tl.constexpr, M, x_stride, EVEN: tl.constexpr):
     """What a plane of each warp's block is multiplied with, [WARPS, 32, BLOCK_M]."""
     m, c = tl.arange(0, BLOCK_M), tl.arange(0, 32)
-    inner = m[:, None, None] * x_stride + (c // 8 * 32 + c % 8)[None, None, :]
+    inner = m[:, None, None] * x_stride + c[None, None, :]
     mask = m[:, None, None] < M
     if not EVEN:
         mask = mask & (block < blocks)[None, :, None]
-    tokens = tl.load(x + block[None, :, None] * 128 + inner + 8 * PLANE, mask=mask, other=0.0)
+    tokens = tl.load(x + block[None, :, None] * 128 + inner + 32 * PLANE, mask=mask, other=0.0)
     tokens = tokens.reshape(BLOCK_M, WARPS, 4, 2, 2, 2).permute(1, 3, 2, 4, 5, 0)
     return tokens.reshape(WARPS, 32, BLOCK_M)
 

@@ -43,11 +43,13 @@ def dequantize_kernel(
     j = tl.arange(0, W)
     mask = (rows[:, None] < N) & (columns[None, :] < K)
     at = words + block.to(tl.int64) * block_stride + rows.to(tl.int64)[:, None] * row_stride
-    inside = (rows[:, None] < N) & (block * BLOCK_K + j[None, :] // 4 * (4 * BLOCK_K // W) < K)
+    # From the first column of 16 bytes to that of the next.
+    PIECE: tl.constexpr = 8 if FORMAT == "int4" else 4 * BLOCK_K // W
+    inside = (rows[:, None] < N) & (block * BLOCK_K + j[None, :] // 4 * PIECE < K)
     packed = tl.load(at + j[None, :], mask=inside, other=0)
     dtype: tl.constexpr = out.dtype.element_ty
     if FORMAT == "int4":
-        values = unpack_int4(packed, None, dtype, COMPILED)
+        values = unpack_int4(packed, None, dtype, COMPILED, BLOCK_K // 32)
     elif FORMAT == "int8":
         values = unpack_int8(packed, None, dtype, COMPILED)
     else:

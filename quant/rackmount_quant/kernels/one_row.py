@@ -131,7 +131,8 @@ def _load_words(
     if EVEN:
         packed = tl.load(at)
     else:
-        PIECE: tl.constexpr = BLOCK_K // W * 4  # columns of 16 bytes
+        # From the first column of 16 bytes to that of the next.
+        PIECE: tl.constexpr = 8 if BLOCK_K == 8 * W else BLOCK_K // W * 4
         column = block[:, None] * BLOCK_K + tl.arange(0, W)[None, :] // 4 * PIECE
         packed = tl.load(at, mask=column < K, other=0)
     return packed
@@ -184,13 +185,16 @@ def _load_row(
     """STEP blocks of x from block `first` on, [STEP, PIECES, columns of a piece], by eight columns:
     where there are as many pieces as threads each loads what it multiplies."""
     SPAN: tl.constexpr = BLOCK_K // PIECES
-    k = first * BLOCK_K + tl.arange(0, STEP * PIECES)[:, None] * SPAN + tl.arange(0, 8)[None, :]
+    piece, eight = tl.arange(0, STEP * PIECES)[:, None], tl.arange(0, 8)[None, :]
     if SPAN == 16:
+        k = first * BLOCK_K + piece * SPAN + eight
         row = tl.join(_load_part(x, k, K, EVEN), _load_part(x, k + 8, K, EVEN))
-    else:
+    else:  # four bits, of which a piece has eight of each quarter of a block
+        NEXT: tl.constexpr = BLOCK_K // 4
+        k = (first + piece // PIECES) * BLOCK_K + piece % PIECES * 8 + eight
         row = tl.join(
-            tl.join(_load_part(x, k, K, EVEN), _load_part(x, k + 16, K, EVEN)),
-            tl.join(_load_part(x, k + 8, K, EVEN), _load_part(x, k + 24, K, EVEN)),
+            tl.join(_load_part(x, k, K, EVEN), _load_part(x, k + 2 * NEXT, K, EVEN)),
+            tl.join(_load_part(x, k + NEXT, K, EVEN), _load_part(x, k + 3 * NEXT, K, EVEN)),
         ).reshape(STEP * PIECES, 8, 4)
     return row.permute(0, 2, 1).reshape(STEP, PIECES, SPAN)
 

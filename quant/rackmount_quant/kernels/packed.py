@@ -23,7 +23,8 @@ class Packed:
 
     format: Literal["int4", "int8", "fp8"]
     words: Tensor
-    """[rows, words of a row]; of four bits by panels, [panels, rows, words of a panel]."""
+    """[rows, words of a row]; of four bits by panels, [panels, rows, words of a panel], see
+    `panels`."""
     scales: Tensor
     """[rows / rows_per_scale, groups of columns], or [rows] where a row has one scale."""
     zeros: Tensor | None
@@ -78,7 +79,7 @@ def pack_groups(weight: Weight) -> Packed:
         group = 0 if zeros is None else k + -k % BLOCK
     if weight.format == "int4_groups":
         panel = next((each for each in PANELS if group % each == 0), PANELS[-1])
-        words = _panels(values, k, panel)
+        words = panels(values, k, panel)
     else:
         # Signed from here on: 128 less.
         words = _bytes(values[:, :k] ^ 0x80)
@@ -158,8 +159,14 @@ def _bytes(values: Tensor) -> Tensor:
     return interleave(values, 8).contiguous().view(torch.int32)
 
 
-def _panels(words: Tensor, k: int, panel: int) -> Tensor:
-    """Words in the order of columns [n, ceil(k / 8)] -> [panels, n, panel / 8]."""
+def panels(words: Tensor, k: int, panel: int) -> Tensor:
+    """Words in the order of columns [n, ceil(k / 8)] -> [panels, n, panel / 8].
+
+    16 bytes of a panel hold eight columns of each of its quarters. So what is multiplied with a
+    plane of words, their values by one shift, is a quarter of the panel's tokens, which lie side by
+    side.
+    """
     values = unpack_int4(words)[:, :k]
-    values = F.pad(values, (0, -k % panel)).unflatten(1, (-1, panel)).transpose(0, 1)
+    values = F.pad(values, (0, -k % panel)).unflatten(1, (-1, 4, panel // 32, 8))
+    values = values.permute(1, 0, 3, 2, 4).flatten(2)
     return pack_nibbles(interleave(values, 4).contiguous())

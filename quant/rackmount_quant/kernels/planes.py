@@ -1,7 +1,7 @@
 """Quantized weights become operands of mma.sync in registers, without a `join`.
 
 Words are as in `rackmount_registry.device.unpack`. Of their halves, int16 [R, C] (or in more axes,
-without `along` and zeros), which are read alike, plane i has in column c the weight's column
+without `along` and zeros), which are read alike, plane i has in column c the value at place
 `plane_columns`(c, i), and there is a product for each plane. `dtype` is bfloat16 or float16, and
 values are exact in it. COMPILED: not in the interpreter, which knows no assembly.
 """
@@ -14,7 +14,7 @@ DIGITS: tl.constexpr = tl.constexpr(tuple(map(str, range(16))))
 
 @triton.jit
 def plane_columns(c, i, NUM: tl.constexpr):
-    """The weight's columns that are in columns c of plane i of NUM: runs of eight."""
+    """The places, among a row's values, of what is in columns c of plane i of NUM: runs of eight."""
     return c // 8 * (8 * NUM) + 8 * i + c % 8
 
 

@@ -45,8 +45,11 @@ def pack_nibbles(values: Tensor) -> Tensor:
 
 
 @triton.jit
-def unpack_int4(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
-    """words int32 [R, W] of nibbles n, zeros float32 [R] or None for 8 -> n - zero, [R, 8 W]."""
+def unpack_int4(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr, RUNS: tl.constexpr = 1):
+    """words int32 [R, W] of nibbles n, zeros float32 [R] or None for 8 -> n - zero, [R, 8 W].
+
+    RUNS: of so many runs of 16 bytes the columns are dealt out by eights: the first run's come
+    first in each."""
     # A nibble in the lowest bits of the mantissa of 128 (bfloat16) or 1024 is that number plus n.
     MAGIC: tl.constexpr = 0x43004300 if dtype == tl.bfloat16 else 0x64006400
     UNIT: tl.constexpr = 128.0 if dtype == tl.bfloat16 else 1024.0
@@ -65,7 +68,7 @@ def unpack_int4(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
             _fma(and_xor(words >> 12, 0x000F000F, MAGIC, COMPILED), one, minus, dtype, COMPILED),
         ),
     )
-    return _in_order(pairs.reshape(words.shape[0], words.shape[1], 4), dtype)
+    return _in_order(pairs.reshape(words.shape[0], words.shape[1], 4), dtype, RUNS)
 
 
 @triton.jit
@@ -94,7 +97,7 @@ def unpack_int8(words, zeros, dtype: tl.constexpr, COMPILED: tl.constexpr):
         minus = _twice(-zeros, dtype)[:, None]
         even = _fma(even, one, minus, dtype, COMPILED)
         odd = _fma(odd, one, minus, dtype, COMPILED)
-    return _in_order(tl.join(even, odd), dtype)
+    return _in_order(tl.join(even, odd), dtype, 1)
 
 
 @triton.jit
@@ -110,16 +113,17 @@ def unpack_fp8(words, dtype: tl.constexpr, COMPILED: tl.constexpr):
     pairs = tl.join(
         _fma(even, POWER, SIGNS, dtype, COMPILED), _fma(odd, POWER, SIGNS, dtype, COMPILED)
     )
-    return _in_order(pairs, dtype)
+    return _in_order(pairs, dtype, 1)
 
 
 @triton.jit
-def _in_order(pairs, dtype: tl.constexpr):
+def _in_order(pairs, dtype: tl.constexpr, RUNS: tl.constexpr):
     """pairs int32 [R, W, I] -> the values of both halves [R, 2 W I], by their columns."""
     R: tl.constexpr = pairs.shape[0]
     W: tl.constexpr = pairs.shape[1]
     I: tl.constexpr = pairs.shape[2]  # noqa: E741
-    ordered = pairs.reshape(R, W // 4, 4, I).permute(0, 1, 3, 2).reshape(R, W * I)
+    ordered = pairs.reshape(R, W // (4 * RUNS), RUNS, 4, I).permute(0, 1, 4, 2, 3)
+    ordered = ordered.reshape(R, W * I)
     return tl.join(_low(ordered, dtype), _low(ordered >> 16, dtype)).reshape(R, 2 * W * I)
 
 
