@@ -20,13 +20,13 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
 from attention import LLAMA, Step, context_of, decoding
 from decode_gemm import MODELS
-from quant_tune import Problem, build, held_candidates, key, on_meta
+from quant_tune import Problem, build, held_candidates, key, on_meta, values_of
 from quant_weights import DTYPE, FORMATS, forced
 from torch import Tensor
 
@@ -163,9 +163,7 @@ def search(layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts) -> 
         ranking.sort()
         best[name] = ranking[0][2]
         for us, _, tiling in ranking[:5]:
-            print(
-                f"{'':>4} {name:<8} {us:>7.2f} us  {tiling and list(astuple(tiling))}", flush=True
-            )
+            print(f"{'':>4} {name:<8} {us:>7.2f} us  {tiling and values_of(tiling)}", flush=True)
     print(f"{rows:>4} rows, best {layers.us(best):.2f} us a layer", flush=True)
 
 

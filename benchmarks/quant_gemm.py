@@ -18,14 +18,14 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from decode_gemm import CEILING, MODELS, graph_us
-from quant_tune import tune
+from quant_tune import tune, values_of
 from quant_weights import (
     DTYPE,
     FORMATS,
@@ -69,6 +69,8 @@ CHECKED_ROWS = {"row": RowTiling(16, 32, 4), "row, in a loop": RowTiling(8, 2, 2
 """How one row is checked: with all columns at once, and step by step."""
 
 ODD: dict[str, Callable[[], Weight]] = {
+    "int4 uneven": lambda: integers(1024, 2560, 128, zeros=True),
+    "int4 two steps": lambda: integers(1024, 4096, 128),
     "int4 act-order": lambda: integers(256, 512, 128, zeros=True, order=True),
     "int4 odd group": lambda: integers(96, 480, 48),
     "int4 short rows": lambda: integers(200, 456, 64),
@@ -159,7 +161,7 @@ def show_times(formats: list[str], shapes: dict, rows: list[int]) -> None:
             print(
                 f"{form:<12}{name:<22}{n:>6} x {k:<6}{epilogues[0]:<9}{r:>4} {kind} {few:>7.2f} us "
                 f"{rate / 1e12:.2f} TB/s {100 * rate / CEILING:5.1f} %, many {many:>7.2f} us "
-                f"{tiling and list(asdict(tiling).values())}",
+                f"{tiling and values_of(tiling)}",
                 flush=True,
             )
 

@@ -151,6 +151,11 @@ NAMED_FAILURES = 3
 """Of a round: more are only counted."""
 
 
+def values_of(tiling: AnyTiling) -> list | str:
+    """As a table has it."""
+    return "held" if isinstance(tiling, HeldTiling) else list(astuple(tiling))
+
+
 class Search:
     """Builds and times tilings, the first ones of each problem first, until time is up."""
 
@@ -264,20 +269,20 @@ class Search:
                 shape = f"{problem.n}x{problem.k} {problem.epilogue}"
                 many, rounded = self.many(problem), FORMATS[problem.form].rounded is not None
                 gains = min(us, many) <= tuning.ROUNDING_GAIN * self.exact(problem)
-                values = astuple(tiling) if us < many else None
+                values = values_of(tiling) if us < many else None
                 kind = f"{first.packed.kind} rounded" if rounded else first.packed.kind
                 row = table.setdefault(f"{kind} {shape}", {}) if gains or not rounded else {}
-                row[str(problem.rows)] = values and list(values)
+                row[str(problem.rows)] = values
                 self.tell(problem, us, f"many {many:>7.2f} us  {row[str(problem.rows)]}")
                 fastest = min(us, many)
                 for held in self.best(problem, 1, HeldTiling):
                     alone = self.rankings[problem][held]
                     if alone < fastest:
-                        row[str(problem.rows)], fastest = "held", alone
+                        row[str(problem.rows)], fastest = values_of(held), alone
                     self.tell(problem, alone, "held tokens")
                 for cut in self.best(problem, 1, RowTiling):
                     alone = self.rankings[problem][cut]
-                    row["row"] = list(astuple(cut)) if alone < fastest else None
+                    row["row"] = values_of(cut) if alone < fastest else None
                     self.tell(problem, alone, f"one row {cut}")
         known = json.loads(out.read_text())["shapes"] if out.is_file() else {}
         for shape, row in table.items():

@@ -92,15 +92,22 @@ def prepare(weight: Weight, tiling: AnyTiling | None = FLAT) -> tuple[QuantizedL
 
 
 def product(
-    epilogue: str, x: Tensor, made: tuple[QuantizedLinear, Prepared], bias: Tensor | None
+    epilogue: str,
+    x: Tensor,
+    made: tuple[QuantizedLinear, Prepared],
+    bias: Tensor | None,
+    residual: Tensor,
 ) -> Tensor:
     kernel, prepared = made
     if epilogue == "none":
         return kernel.run(x, prepared, bias)
     if epilogue == "silu_mul":
         return kernel.run_silu_mul(x, prepared, bias)
-    n = prepared.packed.n
-    return kernel.run_add(x, prepared, bias, torch.ones_like(x[:, :1]).expand(-1, n).contiguous())
+    return kernel.run_add(x, prepared, bias, residual)
+
+
+def rows_apart(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(rows, columns + 64, device="cuda").to(dtype)[:, 64:]
 
 
 def error(
@@ -111,16 +118,17 @@ def error(
     dtype: torch.dtype,
 ) -> float:
     """Relative to the product in float64."""
-    x = torch.randn(rows, weight.in_features + 64, device="cuda")[:, 64:].to(dtype)
+    x = rows_apart(rows, weight.in_features, dtype)
     bias = torch.randn(weight.out_features, device="cuda").to(dtype) if rows % 2 else None
-    out = product(epilogue, x, made, bias).double()
+    residual = rows_apart(rows, weight.out_features, dtype)
+    out = product(epilogue, x, made, bias, residual).double()
     wide = x.double() @ weight.dequantize().double().T
     wide = wide if bias is None else wide + bias.double()
     if epilogue == "silu_mul":
         gate, up = wide.chunk(2, -1)
         wide = F.silu(gate) * up
     elif epilogue == "add":
-        wide = wide + 1
+        wide = wide + residual.double()
     assert not made[1].arrivals.any()
     return float((out - wide).norm() / wide.norm())
 
@@ -244,7 +252,8 @@ def test_the_chosen_tilings_give_the_product(make: Callable[[], Weight]) -> None
         for rows in (1, 2, 5, 8, 16, 17, 64, 100, 256, 257):
             assert error(epilogue, rows, weight, made, torch.bfloat16) < 8e-3
         nothing = torch.zeros(0, weight.in_features, device="cuda", dtype=torch.bfloat16)
-        assert len(product(epilogue, nothing, made, None)) == 0
+        none = rows_apart(0, weight.out_features, torch.bfloat16)
+        assert len(product(epilogue, nothing, made, None, none)) == 0
 
 
 @pytest.mark.parametrize(
@@ -366,13 +375,14 @@ def test_few_rounded_rows_give_the_product(make: Callable[[], Weight], tiling: T
     made = kernel, replace(prepared, many=replace(prepared.many, ways=ways))
     for rows, epilogue in itertools.product((1, 16, 17, 64, 100), EPILOGUES):
         x = torch.randn(rows, 2048, device="cuda").to(torch.float16 if rows == 17 else DTYPES[0])
+        residual = rows_apart(rows, weight.out_features, x.dtype)
         wide = rounded_product(x, how, weight)
         if epilogue == "silu_mul":
             gate, up = wide.chunk(2, -1)
             wide = F.silu(gate) * up
         elif epilogue == "add":
-            wide = wide + 1
-        out = product(epilogue, x, made, None).double()
+            wide = wide + residual.double()
+        out = product(epilogue, x, made, None, residual).double()
         assert float((out - wide).norm() / wide.norm()) < 8e-3
     assert not prepared.arrivals.any()
 

@@ -5,8 +5,9 @@ Usage: python -m tests.helpers.compiling few FORMAT GROUP TOKENS BLOCK_N WARPS: 
 `few_rows_kernel` for compute capability 9.0, in bfloat16, [4096, 4096].
        python -m tests.helpers.compiling row FORMAT GROUP BLOCK_N STEP WARPS: prints that of
 `one_row_kernel`, after the bytes of a thread's stack.
-       python -m tests.helpers.compiling held int4 GROUP: prints the machine's code of
-`held_tokens_kernel`, after the bytes of a thread's stack: ptxas has orders of its own.
+       python -m tests.helpers.compiling held FORMAT GROUP EPILOGUE ZEROS: prints the machine's
+code of `held_tokens_kernel`, after the bytes of a thread's stack: ptxas has orders of its own.
+EPILOGUE: 0 none, 1 "silu_mul", 2 "add".
        python -m tests.helpers.compiling many FORMAT GROUP: prints that of `dequantize_kernel`.
 """
 
@@ -81,12 +82,14 @@ def told_of(made: Any, *command: str) -> str:
 def main(way: str, form: str, group: int, *sizes: int) -> None:
     n = k = 4096
     on = {"device": "meta"}
+    scale = torch.float16 if group else torch.float32
+    epilogue, zeros = sizes if way == "held" else (0, group > 0)
     shape = (k // 128, n, 16) if form == "int4" else (n, k // 4)
     packed = Packed(
         format=form,  # type: ignore[arg-type]
         words=torch.empty(shape, dtype=torch.int32, **on),
-        scales=torch.empty((n, k // group) if group else n, **on),
-        zeros=torch.empty((n, k // group), dtype=torch.int16, **on) if group else None,
+        scales=torch.empty((n, k // group) if group else n, dtype=scale, **on),
+        zeros=torch.empty((n, k // group), dtype=torch.int16, **on) if zeros else None,
         ratios=torch.empty((k // group, n), **on) if group else None,
         order=None,
         n=n,
@@ -108,8 +111,10 @@ def main(way: str, form: str, group: int, *sizes: int) -> None:
     else:
         tokens, block_n, warps = sizes
         tiling = Tiling(block_n, 128, 4, stages=4, warps=warps, prefetch=2, registers=None)
-    x, out = (torch.empty((tokens, size), dtype=torch.bfloat16, **on) for size in (k, n))
-    kernel, _, arguments = plan(tiling, x, prepared, None, None, out, False)
+    columns = n // 2 if epilogue == 1 else n
+    x, out = (torch.empty((tokens, size), dtype=torch.bfloat16, **on) for size in (k, columns))
+    residual = out if epilogue == 2 else None
+    kernel, _, arguments = plan(tiling, x, prepared, None, residual, out, epilogue == 1)
     made = compiled(kernel, arguments, 90)
     if way in ("row", "held"):
         print(stack_of(made))

@@ -93,9 +93,12 @@ def test_words_of_one_row_are_in_registers_before_x_may_be_read(
     assert loop is None or not re.search(r"bar\.sync|shared", loop[0])
 
 
-@pytest.mark.parametrize("group", [128, 256])
-def test_held_tokens_and_words_go_from_memory_to_the_mma(group: int) -> None:
-    stack, text = compile_for_hopper("held", "int4", group).split("\n", 1)
+@pytest.mark.parametrize("zeros", [0, 1], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("group", "epilogue"), [(128, 0), (256, 0), (128, 1), (128, 2)])
+def test_held_tokens_and_words_go_from_memory_to_the_mma(
+    group: int, epilogue: int, zeros: int
+) -> None:
+    stack, text = compile_for_hopper("held", "int4", group, epilogue, zeros).split("\n", 1)
     assert int(stack) == 0
     before, after = text.split("ACQBULK", 1)
     wide = "LDG.E.128"

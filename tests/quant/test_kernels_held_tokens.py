@@ -48,7 +48,10 @@ def prepare(weight: Weight) -> tuple[QuantizedLinear, Prepared]:
 def test_every_size_gives_the_product(size: str, epilogue: str, zeros: bool) -> None:
     n, k = SIZES[size]
     weight = int_groups(4, n, k, 128, zeros=zeros)
-    hold(epilogue, draw(1 + n % 8, weight), weight, prepare(weight), torch.randn(n).half())
+    x = draw(1 + n // 16 % 8, weight)
+    if epilogue == "silu_mul":
+        x /= 8  # its exponentials stay within float16
+    hold(epilogue, x, weight, prepare(weight), torch.randn(n).half())
 
 
 @pytest.mark.parametrize("rows", range(1, 10))

@@ -88,7 +88,7 @@ def hold(
         gate, up = wide.chunk(2, -1)
         wide = F.silu(gate) * up
     else:
-        residual = torch.randn(len(x), n + 3)[:, 3:].to(x.dtype)
+        residual = torch.randn(len(x), n + 3).to(x.dtype)[:, 3:]
         out = kernel.run_add(x, prepared, bias, residual)
         wide = wide + residual.double()
     assert out.dtype == x.dtype and out.is_contiguous() and out.shape == wide.shape
@@ -99,7 +99,7 @@ def hold(
 
 
 def draw(rows: int, weight: Weight) -> Tensor:
-    return torch.randn(rows, weight.in_features + 8)[:, 8:].half()
+    return torch.randn(rows, weight.in_features + 8).half()[:, 8:]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rackmount_quant.kernels.packed import PANELS, panels
 from rackmount_quant.kernels.planes import (
     fp8_planes,
     int4_planes,
@@ -34,6 +35,7 @@ def unpack_kernel(
     OFFSET: tl.constexpr,
     K: tl.constexpr,
     R: tl.constexpr,
+    RUNS: tl.constexpr,
     dtype: tl.constexpr,
 ):
     NUM: tl.constexpr = 4 if FORMAT == "int4" else 2
@@ -56,7 +58,7 @@ def unpack_kernel(
             tl.store(at, planes[i].to(tl.float32))
     else:
         if FORMAT == "int4":
-            values = unpack_int4(read, zero, dtype, False)
+            values = unpack_int4(read, zero, dtype, False, RUNS)
         elif FORMAT == "int8":
             values = unpack_int8(read, zero, dtype, False)
         else:
@@ -71,12 +73,13 @@ def unpack(
     dtype: object,
     zeros: Tensor | None,
     offset: bool = False,
+    runs: int = 1,
 ) -> Tensor:
     k = words.shape[1] * (8 if form == "int4" else 4)
     out = torch.full((ROWS, k), torch.nan)
     words = words.view(torch.int16) if planes else words
     how = {"FORMAT": form, "PLANES": planes, "OFFSET": offset, "dtype": dtype}
-    unpack_kernel[(1,)](words, zeros, out, K=k, R=ROWS, **how)
+    unpack_kernel[(1,)](words, zeros, out, K=k, R=ROWS, RUNS=runs, **how)
     return out
 
 
@@ -92,6 +95,17 @@ def test_four_bits_less_zero_are_exact(dtype: object, asymmetric: bool, planes: 
     if planes:
         raised = unpack(pack_nibbles(interleave(values, 4)), "int4", True, dtype, zeros, True)
         assert torch.equal(raised, values.float() + 16)
+
+
+@pytest.mark.parametrize("panel", PANELS)
+def test_a_panels_values_come_by_their_columns(panel: int) -> None:
+    """Its planes, each of which is kept in the order of the words, are its quarters."""
+    values = torch.stack([torch.randperm(panel) % 16 for _ in range(ROWS)]).to(torch.uint8)
+    (words,) = panels(pack_nibbles(values), panel, panel)
+    out = unpack(words, "int4", False, tl.float16, None, runs=panel // 32)
+    assert torch.equal(out, values.float() - 8)
+    planes = unpack(words, "int4", True, tl.float16, None).unflatten(1, (-1, 4, 8))
+    assert torch.equal(planes.transpose(1, 2).flatten(1), values.float() - 8)
 
 
 @pytest.mark.parametrize("dtype", [tl.float16, tl.bfloat16], ids=str)

@@ -14,11 +14,14 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from rackmount_quant.kernels import tuning
 from rackmount_quant.kernels.planes import int4_offset, int4_planes
 
-BLOCK_M, BLOCK_N, WARPS = tl.constexpr(8), tl.constexpr(16), tl.constexpr(16)
-"""Rows of x and of a tile, which are an MMA's, and a program's warps: as many as `tl.dot` wants
-columns, which are warps where their sums are added up."""
+BLOCK_M: tl.constexpr = tl.constexpr(tuning.HELD_ROWS)
+BLOCK_N: tl.constexpr = tl.constexpr(tuning.HELD_N)
+"""Rows of x and of a tile: those of an MMA."""
+WARPS: tl.constexpr = tl.constexpr(tuning.HeldTiling.warps)
+"""No fewer: they are the columns of a `tl.dot` where their sums are added up."""
 
 
 # A kernel for every number of rows and tiles would be compiled in vain.

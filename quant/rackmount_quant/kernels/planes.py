@@ -14,7 +14,7 @@ DIGITS: tl.constexpr = tl.constexpr(tuple(map(str, range(16))))
 
 @triton.jit
 def plane_columns(c, i, NUM: tl.constexpr):
-    """The places, among a row's values, of what is in columns c of plane i of NUM: runs of eight."""
+    """Places, among a row's values, of what is in columns c of plane i of NUM: runs of eight."""
     return c // 8 * (8 * NUM) + 8 * i + c % 8
 
 

@@ -73,18 +73,6 @@ def barrier():
 
 
 @triton.jit
-def depart(counter, place, count, COMPILED: tl.constexpr):
-    """Of `count` programs that have waited for each other, the last to go leaves the counter at 0.
-    Interpreted, that is the last to come."""
-    if COMPILED:
-        left = tl.atomic_add(counter, 1, sem="relaxed")
-        if left == 2 * count - 1:
-            tl.store(counter, 0)
-    elif place == count - 1:
-        tl.store(counter, 0)
-
-
-@triton.jit
 def finish(
     acc,
     bias,
@@ -147,7 +135,13 @@ def finish(
                         sums, bias, residual, out, M, N, residual_stride, tile, each * PIECE,
                         BLOCK_N, SILU_MUL,
                     )  # fmt: skip
-                depart(arrivals + tile, place, count, COMPILED)
+                # The last to go leaves the counter at 0; interpreted, the last to come.
+                if COMPILED:
+                    left = tl.atomic_add(arrivals + tile, 1, sem="relaxed")
+                    if left == 2 * count - 1:
+                        tl.store(arrivals + tile, 0)
+                elif place == count - 1:
+                    tl.store(arrivals + tile, 0)
             else:
                 complete = place == count - 1
                 if complete:
