@@ -32,6 +32,9 @@ LEAST = {
     "ep": 1,
 }
 """Smallest legal values."""
+COUNTED_IN_INT32 = ("max_model_len", "block_size", "max_num_seqs", "max_num_batched_tokens")
+MOST = 2**31 - 1
+"""Of those."""
 LEAST_SCALE, MOST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 """Normal numbers of float32."""
 
@@ -54,8 +57,8 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     """Blocks of the KV pool; None is what `kv_cache_memory_bytes` holds."""
     kv_cache_memory_bytes: int | None = None
-    """On each rank. None is what `gpu_memory_utilization` leaves on a GPU, a share of the free
-    memory on a CPU; no more than all sequences at full length need."""
+    """On each rank. None is what `gpu_memory_utilization` leaves on a GPU, half of the free memory
+    and 4 GiB at most on a CPU; no more than all sequences at full length need."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's whole memory that may be in use: by weights, activations, graphs and KV of
     this engine, and by whoever else is there."""
@@ -136,6 +139,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"{name}={value} must be at least {least}")
+            if value is not None and name in COUNTED_IN_INT32 and value > MOST:
+                raise ConfigError(f"{name}={value} must be at most {MOST}")
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("scheduling_policy", self.scheduling_policy, POLICIES)
         _one_of("load_format", self.load_format, LOAD_FORMATS)

@@ -2,13 +2,12 @@
 
 from rackmount.decisions import decisions
 from rackmount.engine.core import EngineCore
+from rackmount.execution.memory import size
 from rackmount.execution.saturation import TOO_MANY, TOO_MANY_ZEROS, misfits
 from rackmount.rack import Rack, dtype_name
 from rackmount_registry.attention import FP8
 from rackmount_registry.errors import listed
 from rackmount_registry.plugins import PluginManager
-
-UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
 def startup_report(rack: Rack, core: EngineCore, manager: PluginManager) -> list[str]:
@@ -76,7 +75,8 @@ def capacity(rack: Rack, num_kv_blocks: int) -> list[str]:
         f"KV cache: {num_tokens} tokens ({num_kv_blocks} blocks of {rack.block_size})",
         f"at most {most} requests of {length} tokens"
         if most
-        else f"no request of the full {length} tokens fits: raise {given}, or lower max_model_len",
+        else f"no request of the full {length} tokens fits, and answers end before: raise {given}, "
+        f"or lower max_model_len to {num_tokens}",
     ]
 
 
@@ -94,11 +94,3 @@ def graphs(rack: Rack) -> str:
 def full_requests(rack: Rack, num_kv_blocks: int) -> int:
     """Most requests at once that all reach the full length."""
     return min(num_kv_blocks // rack.blocks_per_sequence, rack.config.max_num_seqs)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes for people, in binary units with one digit after the point, if any."""
-    exponent = 0
-    while num_bytes >= 1024 and exponent + 1 < len(UNITS):
-        num_bytes, exponent = num_bytes / 1024, exponent + 1
-    return f"{num_bytes:.1f}".removesuffix(".0") + f" {UNITS[exponent]}"

@@ -14,7 +14,7 @@ import rackmount_executors.plugin
 import rackmount_models.plugin
 import rackmount_quant.plugin
 from rackmount.cli.app import build_app
-from rackmount.report import size
+from rackmount.execution.memory import size
 from rackmount_registry import hookimpl
 from rackmount_registry.capabilities import Cell
 from rackmount_registry.descriptors import AttentionBackend, CheckpointReader
@@ -99,9 +99,9 @@ def explain(model: Path | str, *args: str, plugins: dict[str, Any] = PLUGINS) ->
     return CliRunner().invoke(app, ["explain", str(model), *args])
 
 
-def figures(model: Path | str, *args: str, **values: Any) -> dict[str, Any]:
+def figures(model: Path | str, *args: str, ends: int = 0, **values: Any) -> dict[str, Any]:
     result = explain(model, *args, "--json", **values)
-    assert (result.exit_code, result.stderr) == (0, "")
+    assert (result.exit_code, result.stderr) == (ends, "")
     content: dict[str, Any] = json.loads(result.stdout)
     return content
 
@@ -118,7 +118,7 @@ def test_kv_bytes_per_token_of_well_known_models_in_bfloat16(
     tmp_path, config, kibibytes, num_weights
 ):
     folder = write(tmp_path / "model", config)
-    content = figures(folder, "--memory-gib", "80")
+    content = figures(folder, "--memory-gib", "160")
     assert content["dtype"] == "bfloat16"
     assert content["kv_bytes_per_token"]["bfloat16"] == kibibytes * 1024
     assert content["kv_bytes_per_token"]["float32"] == kibibytes * 2048
@@ -208,7 +208,8 @@ def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(fold
     assert figures(folder, *args, "--max-num-seqs", "2")["max_full_requests"] == 2
     text = explain(folder, "--num-kv-blocks", "10", "--block-size", "16").stdout
     assert "KV cache: 160 tokens (10 blocks of 16)" in text
-    assert "no request of the full 40960 tokens fits: raise num_kv_blocks, or lower" in text
+    told = "no request of the full 40960 tokens fits, and answers end before: raise num_kv_blocks, "
+    assert f"{told}or lower max_model_len to 160" in text
     refused = explain(folder, "--num-kv-blocks", "10", "--kv-cache-memory-bytes", "100000")
     assert "num_kv_blocks=10 and kv_cache_memory_bytes=100000 are two sizes" in refused.stderr
 
@@ -245,7 +246,7 @@ def test_it_is_said_which_steps_are_captured_or_why_none_is(folder, args, line):
     ],
 )
 def test_a_gpu_must_hold_one_request_of_full_length(folder, args, more):
-    content = figures(folder, "--device", "cuda", "--block-size", "16", *args)
+    content = figures(folder, "--device", "cuda", "--block-size", "16", *args, ends=2)
     assert content["num_kv_blocks"] is None
     fits = re.search(r"2560 blocks of KV, and (\d+) are there", content["problem"])
     length = re.search(r"choose max_model_len of at most (\d+)", content["problem"])
@@ -261,8 +262,11 @@ def test_a_gpu_that_is_not_here_is_said_to_be_so(folder):
 
 
 def test_weights_that_do_not_fit_are_named_with_both_numbers(folder):
-    content = figures(folder, "--memory-gib", "0.5")
-    assert content["problem"] == "the weights take 1.1 GiB, and 512 MiB are there"
+    content = figures(folder, "--memory-gib", "0.5", ends=2)
+    assert content["problem"] == (
+        "the weights take 1.1 GiB, and 512 MiB of cpu are there; choose fewer bits a weight, more "
+        "ranks, or a device with more memory"
+    )
     assert content["num_kv_blocks"] is None
 
 

@@ -11,6 +11,7 @@ from tests.helpers.mounting import plugins
 
 from rackmount import Engine
 from rackmount.config import EngineConfig
+from rackmount.execution import worker
 from rackmount.execution.memory import free_bytes, num_kv_blocks
 from rackmount_registry.errors import ConfigError
 
@@ -41,6 +42,39 @@ def test_unasked_it_holds_every_sequence_at_full_length_and_no_more(folder: Path
     assert num_blocks(folder, max_num_seqs=3, block_size=10, max_model_len=40) == 3 * 4
 
 
+def test_weights_that_memory_does_not_hold_are_refused_before_they_are_there(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "free_bytes", lambda *_: 1000)
+    monkeypatch.setattr(worker, "fill", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match=r"the weights take .* KiB, and 1000 bytes of cpu are"):
+        Engine(folder, manager=plugins())
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"max_num_batched_tokens": 2**31}, "=2147483648 must be at most 2147483647"),
+        ({"max_num_seqs": 10**20}, "must be at most 2147483647"),
+        ({"max_num_batched_tokens": 2**31 - 1}, "=2147483647: no memory for a step's numbers"),
+    ],
+    ids=str,
+)
+def test_steps_larger_than_can_be_are_refused(
+    asked: dict[str, int], rule: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    zeros = torch.zeros
+
+    def some(*size: Any, **how: Any) -> torch.Tensor:
+        if isinstance(size[0], int) and size[0] > 2**31:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return zeros(*size, **how)
+
+    monkeypatch.setattr(torch, "zeros", some)
+    with pytest.raises(ConfigError, match=rule):
+        Engine(folder, manager=plugins(), **asked)
+
+
 def test_the_backend_s_preferred_block_size_is_the_default(folder: Path) -> None:
     assert num_blocks(folder, max_num_seqs=2) == 2 * 64 // 16
 
@@ -49,7 +83,7 @@ def test_the_backend_s_preferred_block_size_is_the_default(folder: Path) -> None
     ("asked", "rule"),
     [
         ({"num_kv_blocks": 10**13}, "num_kv_blocks=10000000000000 take .* choose at most"),
-        ({"kv_cache_memory_bytes": 10**16}, "is above the .* that are free"),
+        ({"kv_cache_memory_bytes": 10**16}, "is above the .* that are free; choose at most that"),
         ({"kv_cache_memory_bytes": TOKEN}, "one KV block takes"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,19 @@ def test_interference_is_measured_with_and_without_long_prompts(record_of: Recor
     assert record["preemptions"] == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ("--no-enable-mixed-steps", "enable_mixed_steps=False computes all prompts before"),
+        ("--num-requests 16 --max-num-batched-tokens 16", "num_requests=16 .* at least 17"),
+    ],
+)
+def test_interference_that_would_measure_nothing_is_refused(
+    refusal_of: RefusalOf, options: str, rule: str
+) -> None:
+    assert re.search(rule, refusal_of(f"bench interference {DUMMY} {options}"))
+
+
 def test_a_start_is_told_phase_by_phase(tiny: Path) -> None:
     # As JSON leaves it: tuples are lists.
     arguments = {"load_format": "dummy", "device": "cpu", "max_model_len": None, "auto_plugins": []}
@@ -52,9 +66,13 @@ def test_a_start_is_told_phase_by_phase(tiny: Path) -> None:
 
 
 def test_a_start_that_fails_is_an_error(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = {"load_format": "dummy", "max_model_len": None}
+    with pytest.raises(RackmountError, match="holds no file that a mounted reader takes"):
+        measure(str(tmp_path), arguments, 5)
+    assert capfd.readouterr().err == ""
     with pytest.raises(RackmountError, match="the process that was timed ended with 1"):
-        measure(str(tmp_path), {"load_format": "dummy", "max_model_len": None}, 5)
-    assert "CheckpointError" in capfd.readouterr().err
+        measure(str(tmp_path), arguments, "many")  # type: ignore[arg-type]
+    assert "TypeError" in capfd.readouterr().err
 
 
 def test_commands_are_offered_by_name_without_being_imported() -> None:

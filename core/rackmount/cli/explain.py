@@ -11,10 +11,10 @@ from rackmount.cli.options import AsJson, EngineOptions, Model, unfold
 from rackmount.cli.progress import progress
 from rackmount.config import DTYPES, EngineConfig
 from rackmount.decisions import Decision, decisions, finding
-from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.memory import free_bytes, num_kv_blocks, require_weights, size
 from rackmount.loading.locate import locate, read_config
 from rackmount.rack import Rack, draft_rack, dtype_name
-from rackmount.report import capacity, full_requests, graphs, headline, kv_scales, size, unmet_names
+from rackmount.report import capacity, full_requests, graphs, headline, kv_scales, unmet_names
 from rackmount_registry.attention import FP8
 from rackmount_registry.errors import ConfigError, SelectionError
 from rackmount_registry.plain import as_plain
@@ -35,7 +35,8 @@ def explain(
 ) -> None:
     """Show what would be mounted for MODEL, what refuses the rest, and what memory would hold.
 
-    MODEL may be a config.json, or a folder with nothing else. Ends with 2 where no part fits.
+    MODEL may be a config.json, or a folder with nothing else. Ends with 2 where no part fits, and
+    where memory that is there would not hold the weights and KV.
     """
     manager: PluginManager = ctx.obj
     config = EngineConfig.create(model=model, **engine.arguments())
@@ -51,7 +52,8 @@ def explain(
     memory = _memory(rack, memory_gib)
     figures = {"decisions": as_plain(made)} | _figures(rack, memory)
     _print(as_json, figures, _lines(rack, made, memory))
-    if any(decision.winner is None for decision in made):
+    short = memory is not None and figures["num_kv_blocks"] is None
+    if short or any(decision.winner is None for decision in made):
         raise typer.Exit(2)
 
 
@@ -130,13 +132,10 @@ def _memory(rack: Rack, memory_gib: float | None) -> int | None:
 def _fitting_blocks(rack: Rack, memory: int | None) -> tuple[int | None, str | None]:
     """Blocks that fit into `memory` beside the weights; or None, and why."""
     sharing = rack.num_ranks if rack.device.type == "cpu" else 1
-    config, weights = rack.config, rack.draft.weight_bytes * sharing
-    if memory is None and config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
+    if memory is None:
         return None, f"{rack.device} is not here; --memory-gib says how much memory to count with"
-    if memory is not None and memory < weights:
-        return None, f"the weights take {size(weights)}, and {size(memory)} are there"
-    free = 0 if memory is None else memory - weights
     try:
-        return num_kv_blocks(rack, free), None
+        require_weights(rack, memory, sharing)
+        return num_kv_blocks(rack, memory - rack.draft.weight_bytes * sharing), None
     except ConfigError as error:
         return None, str(error)

@@ -9,6 +9,7 @@ from torch import Tensor
 from rackmount.device import upload, upload_into
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.scheduling.plan import StepPlan
+from rackmount_registry.errors import ConfigError
 
 ARRAYS = tuple(field.name for field in fields(FlatBatch))
 ALIGNMENT = 32
@@ -45,7 +46,13 @@ class StepBuffers:
         """The persistent batch's table: on a CPU the very same memory."""
         self._block_table = torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device)
         size = sum(map(_aligned, (max_tokens,) * 3 + (num_rows + 1,) * 6))
-        self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+        try:
+            self._packed = torch.zeros(size, dtype=torch.int32, device=device)
+        except RuntimeError as error:  # of which running out of memory is one
+            raise ConfigError(
+                f"max_num_batched_tokens={max_tokens}: no memory for a step's numbers, {4 * size} "
+                "bytes; lower it"
+            ) from error
 
     def grow(self, plan: StepPlan) -> None:
         """Takes over the blocks that the plan gives to rows."""

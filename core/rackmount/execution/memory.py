@@ -12,8 +12,17 @@ CPU_KV_BYTES = 4 << 30
 """Most that the KV pool takes of a CPU's memory unasked."""
 CPU_SHARE = 0.5
 """Of a CPU's free memory, for the KV pool; the rest is for activations and others."""
+UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container's own limit stands, under Linux's cgroup v2."""
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people, in binary units with one digit after the point, if any."""
+    exponent = 0
+    while num_bytes >= 1024 and exponent + 1 < len(UNITS):
+        num_bytes, exponent = num_bytes / 1024, exponent + 1
+    return f"{num_bytes:.1f}".removesuffix(".0") + f" {UNITS[exponent]}"
 
 
 def free_bytes(device: torch.device, utilization: float = 1.0) -> int | None:
@@ -38,6 +47,21 @@ def _left_to_container() -> int:
     return 1 << 62 if limit == "max" else int(limit) - used + int(stats.get("inactive_file", 0))
 
 
+def require_weights(rack: Rack, free: int, ranks: int = 1) -> None:
+    """The weights of so many ranks fit into what is free: to load more than there is of a host's
+    memory, its system would end this process without a word.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    weights = rack.draft.weight_bytes * ranks
+    if weights > free:
+        raise ConfigError(
+            f"the weights take {size(weights)}, and {size(max(free, 0))} of {rack.device} are "
+            "there; choose fewer bits a weight, more ranks, or a device with more memory"
+        )
+
+
 def num_kv_blocks(rack: Rack, free: int) -> int:
     """Blocks of a rank's KV pool, with everything else already in memory: as asked for, or what
     fits and can be used.
@@ -60,7 +84,9 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     if budget is None:
         budget, source = _unasked(rack, free), "gpu_memory_utilization"
     elif budget > free:
-        raise ConfigError(f"kv_cache_memory_bytes={budget} is above the {free} that are free")
+        raise ConfigError(
+            f"kv_cache_memory_bytes={budget} is above the {free} that are free; choose at most that"
+        )
     fitting = max(budget, 0) // bytes_per_block
     if fitting < 1:
         raise ConfigError(

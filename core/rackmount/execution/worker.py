@@ -10,7 +10,7 @@ from rackmount.device import upload
 from rackmount.execution.batch import FlatBatch, PersistentBatch
 from rackmount.execution.expert_load import ExpertLoad
 from rackmount.execution.graphs import DecodeGraphs, MixedGraphs
-from rackmount.execution.memory import free_bytes, num_kv_blocks
+from rackmount.execution.memory import free_bytes, num_kv_blocks, require_weights
 from rackmount.execution.messages import MAX_IN_FLIGHT
 from rackmount.execution.pending import Owner, PendingStep, Sampled, fetch, fetch_logprobs
 from rackmount.execution.profile import Profile, profile
@@ -45,6 +45,9 @@ class Worker:
             torch.cuda.set_device(rack.device.index or 0)
         config = rack.config
         self.rack = rack
+        free = free_bytes(rack.device, config.gpu_memory_utilization)
+        assert free is not None, f"no {rack.device}"
+        require_weights(rack, free)
         parts = rack.parts.load(rack.options)
         step = PagedStep(rack.device)
         self.mounted = assemble(

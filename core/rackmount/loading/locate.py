@@ -105,6 +105,10 @@ def open_model(path: Path, manager: PluginManager, load_format: str) -> Checkpoi
     return open_checkpoint(path, manager)
 
 
+def _without_weights(path: Path) -> str:
+    return "; load_format='dummy' needs its config.json alone" * (path / "config.json").is_file()
+
+
 def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:
     """Opens `path`, a folder or file, with the reader whose file patterns it matches.
 
@@ -117,7 +121,7 @@ def open_checkpoint(path: Path, manager: PluginManager) -> Checkpoint:
         patterns = ", ".join(p for reader, _ in taken for p in reader.descriptor.patterns)
         raise CheckpointError(
             f"{path} holds no file that a mounted reader takes ({patterns or 'none is mounted'})"
-            f"{broken_note(manager.broken)}"
+            f"{broken_note(manager.broken)}{_without_weights(path)}"
         )
     if len(matching) > 1:
         names = ", ".join(reader.name for reader, _ in matching)

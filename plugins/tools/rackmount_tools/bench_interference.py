@@ -18,7 +18,7 @@ import numpy as np
 import typer
 
 from rackmount import Engine, EngineOptions, unfold
-from rackmount_registry.errors import RackmountError
+from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_tools.bench_latency import ramp_len
 from rackmount_tools.floors import Floors
 from rackmount_tools.loads import Prompts, random_prompts
@@ -130,6 +130,21 @@ def figures_of(
     }
 
 
+def _require_both(engine: EngineOptions, num_requests: int) -> None:
+    """ConfigError where no step would have decoding and prompts in it."""
+    if engine.enable_mixed_steps is False:
+        raise ConfigError(
+            "enable_mixed_steps=False computes all prompts before those who decode go on, so that "
+            "there is nothing between tokens to be measured; leave it out"
+        )
+    if engine.max_num_batched_tokens <= num_requests:
+        raise ConfigError(
+            f"max_num_batched_tokens={engine.max_num_batched_tokens} leaves no token of a step to "
+            f"the long prompts beside num_requests={num_requests} that decode; choose at least "
+            f"{num_requests + 1}"
+        )
+
+
 @unfold
 def bench(
     ctx: typer.Context,
@@ -143,13 +158,14 @@ def bench(
     engine: EngineOptions,
 ) -> None:
     """Time between two tokens of requests that decode while long prompts arrive without pause."""
+    _require_both(engine, num_requests)
     budget = engine.max_num_batched_tokens
     max_tokens = output_len + ramp_len(num_requests, input_len, budget)
     num_long = -(-max_tokens * budget // long_len) + 2
     arguments = engine.arguments() | {
         "enable_prefix_caching": False,
         "max_num_seqs": max(engine.max_num_seqs, num_requests + 8),
-        "enable_mixed_steps": engine.enable_mixed_steps is not False,  # as in servers
+        "enable_mixed_steps": True,  # as in servers
     }
     longest, because = max(
         (long_len + 1, {"long_len": long_len}),

@@ -5,6 +5,7 @@ the caches on the disk.
 """
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -36,15 +37,22 @@ def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, 
     are compiled.
 
     Raises:
-        RackmountError: the process failed; its own words are on stderr.
+        RackmountError: what the process raised; or it failed otherwise, and its own words are on
+            stderr.
     """
     asked = json.dumps({"model": model, "arguments": arguments, "input_len": input_len})
     command = [sys.executable, "-m", "rackmount_tools.first_token", asked]
     start = time.time()  # the clock that both processes share
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if process.returncode < 0:
+        name = signal.Signals(-process.returncode).name
+        killed = ", as by a system that is short of memory" * (name == "SIGKILL")
+        raise RackmountError(f"the process that was timed was ended by {name}{killed}")
     if process.returncode:
         raise RackmountError(f"the process that was timed ended with {process.returncode}")
     found = json.loads(process.stdout.splitlines()[-1])
+    if "error" in found:
+        raise RackmountError(found["error"])
     marks = [start, *(found[phase] for phase in PHASES)]
     phases = zip(PHASES, (b - a for a, b in pairwise(marks)), strict=True)
     named = [part.split(": ") for part in found["parts"]]

@@ -4,13 +4,15 @@ times.
 Usage: python -m rackmount_tools.first_token '{"model": ..., "arguments": {...}, "input_len": 16}'
 
 Writes the times of its phases, in seconds since the epoch, and the parts that served it, as one
-line of JSON.
+line of JSON; or the error that it ended with.
 """
 
 import json
 import sys
 import time
 from typing import Any
+
+from rackmount_registry.errors import RackmountError
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
@@ -41,4 +43,8 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")
+    try:
+        found = main(json.loads(sys.argv[1]))
+    except RackmountError as error:
+        found = {"error": str(error)}
+    sys.stdout.write(json.dumps(found) + "\n")

@@ -64,10 +64,11 @@ def require_room(engine: Engine, lengths: Sequence[int]) -> None:
     size = engine.rack.block_size
     needed = sum(-(-length // size) for length in lengths)
     if needed > engine.core.num_kv_blocks:
+        fixed = engine.rack.config.num_kv_blocks is not None
         raise ConfigError(
             f"{len(lengths)} requests of up to {max(lengths)} tokens need {needed} KV blocks of "
             f"{size}, and the pool has {engine.core.num_kv_blocks}; choose fewer or shorter ones, "
-            "or raise kv_cache_memory_bytes"
+            f"or raise {'num_kv_blocks' if fixed else 'kv_cache_memory_bytes'}"
         )
 
 

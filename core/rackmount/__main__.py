@@ -1,0 +1,5 @@
+"""`python -m rackmount`: the program."""
+
+from rackmount.cli.app import main
+
+main()
