@@ -45,10 +45,8 @@ class Worker:
             torch.cuda.set_device(rack.device.index or 0)
         config = rack.config
         self.rack = rack
-        free = free_bytes(rack.device, config.gpu_memory_utilization)
-        assert free is not None, f"no {rack.device}"
-        require_weights(rack, free)
         parts = rack.parts.load(rack.options)
+        require_weights(rack, self._free())
         step = PagedStep(rack.device)
         self.mounted = assemble(
             rack.draft, parts, step, device=rack.device, max_positions=rack.max_model_len
@@ -87,12 +85,15 @@ class Worker:
     @torch.inference_mode()
     def room(self) -> int:
         """KV blocks that there is room for; a GPU runs the largest step to find out."""
-        device, config = self.rack.device, self.rack.config
-        if device.type == "cuda":
+        if self.rack.device.type == "cuda":
             self.profile = profile(self._runner, self._sampler, self.batch.padding_row)
-        free = free_bytes(device, config.gpu_memory_utilization)
-        assert free is not None, f"no {device}"
-        return num_kv_blocks(self.rack, free - self.profile.activations - self.profile.graphs)
+        taken = self.profile.activations + self.profile.graphs
+        return num_kv_blocks(self.rack, self._free() - taken)
+
+    def _free(self) -> int:
+        free = free_bytes(self.rack.device, self.rack.config.gpu_memory_utilization)
+        assert free is not None, f"no {self.rack.device}"
+        return free
 
     @torch.inference_mode()
     def carve(self, num_kv_blocks: int) -> int:
