@@ -75,11 +75,11 @@ class Candidate:
 
     def __str__(self) -> str:
         """With the reasons that decide: those of rows count where no row fits, and of these the
-        rows that lack the least."""
+        rows that lack the least. They come first: what no row serves need not be installed."""
         rows = [it for it in self.refusals if it.row is not None and not self.some_row_fits]
         fewest = min((len(it.reasons) for it in rows), default=0)
-        deciding = [it for it in self.refusals if it.row is None]
-        deciding += [it for it in rows if len(it.reasons) == fewest]
+        deciding = [it for it in rows if len(it.reasons) == fewest]
+        deciding += [it for it in self.refusals if it.row is None]
         verdict = "fits" if self.accepted else "; ".join(map(str, deciding))
         return f"{self.name} ({self.distribution} {self.version}): {verdict}"
 
@@ -430,8 +430,10 @@ def _choose_pair(
             why = "requested" if named else _first_of(num_fitting)
             return one, two, value, why, candidates
     kinds = " and ".join(dict.fromkeys((a.kind, b.kind)))
-    message = _none_fits(kinds, [row[3] for row in asked], a.broken)
-    would = ", ".join(f"{p.first.name} + {p.second.name}" for p in candidates if p.accepted)
+    by_name = a.wanted is not None or b.wanted is not None
+    message = _none_fits(kinds, [row[3] for row in asked], a.broken, by_name)
+    names = ((p.first.name, p.second.name) for p in candidates if p.accepted)
+    would = ", ".join(one if one == two else f"{one} + {two}" for one, two in names)
     raise SelectionError(f"{message}. Would fit: {would or 'none'}", candidates)
 
 
@@ -459,6 +461,9 @@ def _first_of(num_fitting: int) -> str:
     return f"first of {num_fitting} that fit, by band, order and name"
 
 
-def _none_fits(kind: str, candidates: Sequence[object], broken: Sequence[BrokenPlugin]) -> str:
+def _none_fits(
+    kind: str, candidates: Sequence[object], broken: Sequence[BrokenPlugin], by_name: bool = False
+) -> str:
     refused = "; ".join(map(str, candidates)) or "none is mounted"
-    return f"no {kind} fits: {refused}{broken_note(broken)}"
+    whole = f"the {kind} asked for does not fit" if by_name else f"no {kind} fits"
+    return f"{whole}: {refused}{broken_note(broken)}"

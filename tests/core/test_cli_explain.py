@@ -336,10 +336,10 @@ def test_a_requested_part_that_does_not_fit_shows_all_candidates_and_ends_with_2
     assert result.exit_code == 2
     assert "  accepted  torch + torch\n" in result.stdout
     assert "device=cpu is not one of cuda" in result.stdout
-    assert result.stderr.startswith("error: no attention_backend fits")
+    assert result.stderr.startswith("error: the attention_backend asked for")
     result = explain(folder, "--attention-backend", "quick", "--json", plugins=plugins)
     content = json.loads(result.stdout)
-    assert result.exit_code == 2 and content["error"].startswith("no attention_backend fits")
+    assert result.exit_code == 2 and content["error"].startswith("the attention_backend asked for")
     verdicts = {
         (pair["first"]["name"], pair["second"]["name"]): pair["accepted"]
         for pair in content["candidates"]

@@ -130,7 +130,7 @@ def test_a_file_that_may_not_be_written_is_refused(
     [
         (
             "latency --input-len 200 --output-len 90 --batch-sizes 1,2",
-            "input_len=200, output_len=90, batch_sizes='1,2'",
+            "input_len=200, output_len=90, batch_sizes='1,2', tokens until all decode=3",
             293,
         ),
         (
@@ -142,7 +142,7 @@ def test_a_file_that_may_not_be_written_is_refused(
         ("interference --input-len 4 --output-len 8 --num-requests 1", "long_len=8192", 8193),
         (
             "interference --long-len 16 --num-requests 1 --input-len 250 --output-len 8",
-            "num_requests=1, input_len=250, output_len=8",
+            "num_requests=1, input_len=250, output_len=8, tokens until all decode=3",
             261,
         ),
     ],

@@ -171,7 +171,12 @@ def bench(
         (long_len + 1, {"long_len": long_len}),
         (
             input_len + max_tokens,
-            {"num_requests": num_requests, "input_len": input_len, "output_len": output_len},
+            {
+                "num_requests": num_requests,
+                "input_len": input_len,
+                "output_len": output_len,
+                "tokens until all decode": max_tokens - output_len,
+            },
         ),
         key=itemgetter(0),
     )

@@ -220,7 +220,12 @@ def bench(
     }
     ramp = max(ramp_len(size, input_len, engine.max_num_batched_tokens) for size in sizes)
     longest = input_len + ramp + output_len
-    because = {"input_len": input_len, "output_len": output_len, "batch_sizes": batch_sizes}
+    because = {
+        "input_len": input_len,
+        "output_len": output_len,
+        "batch_sizes": batch_sizes,
+        "tokens until all decode": ramp,
+    }
     with open_engine(model, arguments, ctx.obj, longest=longest, because=because) as mounted:
         floors = measured_floors(mounted)
         rows = [

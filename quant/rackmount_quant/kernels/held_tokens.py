@@ -7,7 +7,7 @@ and words are in registers, all of a multiprocessor's, and none go through share
 
 A thread reads 16 bytes of a row at a time, which are 32 of its columns. In which order columns
 come, an MMA does not care: it is such that these words are the thread's part of the first operand,
-and tokens are taken alike. `rackmount_registry.device.unpack` has the words.
+and tokens are taken alike. `packed.panels` and `rackmount_registry.device.unpack` have the words.
 """
 
 import triton
