@@ -56,9 +56,11 @@ def require_weights(rack: Rack, free: int, ranks: int = 1) -> None:
     """
     weights = rack.draft.weight_bytes * ranks
     if weights > free:
+        share = f", or more gpu_memory_utilization than {rack.config.gpu_memory_utilization}"
         raise ConfigError(
             f"the weights take {size(weights)}, and {size(max(free, 0))} of {rack.device} are "
             "there; choose fewer bits a weight, more ranks, or a device with more memory"
+            f"{share * (rack.device.type == 'cuda')}"
         )
 
 

@@ -43,6 +43,7 @@ class Worker:
             if not torch.cuda.is_available():
                 raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
             torch.cuda.set_device(rack.device.index or 0)
+            torch.cuda.empty_cache()  # what an engine before left there is free
         config = rack.config
         self.rack = rack
         parts = rack.parts.load(rack.options)
