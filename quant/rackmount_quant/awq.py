@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rackmount_quant.grouped import group_weight
+from rackmount_quant.grouped import group_bytes, group_weight
 from rackmount_quant.names import read_names, substrings
 from rackmount_quant.packing import pack, unpack
 from rackmount_quant.rounding import round_groups
@@ -96,6 +96,7 @@ def awq_format(group: int, *, zero_point: bool = True) -> StoredFormat:
         "int4_groups",
         partial(_finish, group),
         partial(_encode, group, zero_point),
+        held_bytes=group_bytes(BITS, group),
     )
 
 

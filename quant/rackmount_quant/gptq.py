@@ -16,7 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from rackmount_quant.grouped import group_weight
+from rackmount_quant.grouped import group_bytes, group_weight
 from rackmount_quant.names import Names, listed, passes
 from rackmount_quant.packing import fields_per_word, pack, unpack, unpack_parts
 from rackmount_quant.rounding import round_groups
@@ -178,6 +178,7 @@ def gptq_format(layout: Layout, in_features: int) -> StoredFormat:
         f"int{layout.bits}_groups",
         partial(_finish, layout, spread),
         partial(_encode, layout),
+        held_bytes=group_bytes(layout.bits, layout.group),
     )
 
 

@@ -1,6 +1,7 @@
 """Weights of 4 or 8 bits whose columns share scales by groups: what AWQ, GPTQ and the integers of
 compressed-tensors end in."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,18 @@ from rackmount_registry.scales import check_scales
 PADDED_GROUP = 16
 """Columns of a group where those of a rank do not fill the checkpoint's groups: 16-bit matrix
 units take as many at a time."""
+
+
+def group_bytes(bits: int, group: int) -> Callable[[int, int], int]:
+    """`StoredFormat.held_bytes` of what `group_weight` gives, at least: with scales of 16 bits,
+    columns in order, and all zero points in the middle."""
+
+    def held(rows: int, columns: int) -> int:
+        values = 4 * -(-columns // 8) if bits == 4 else columns
+        groups = 1 if group == -1 else -(-columns // group)
+        return rows * (values + 2 * groups)
+
+    return held
 
 
 def group_weight(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rackmount_quant.eight_bits import MATRIX, unit_inputs
-from rackmount_quant.grouped import group_weight
+from rackmount_quant.grouped import group_bytes, group_weight
 from rackmount_quant.packing import fields_per_word, midpoint, pack, unpack, unpack_parts
 from rackmount_quant.rounding import round_groups
 from rackmount_registry.errors import CheckpointError
@@ -72,6 +72,7 @@ def integer_format(
         f"int{kind.bits}_groups",
         partial(_finish, kind, in_features),
         partial(_encode, kind, ignored),
+        held_bytes=group_bytes(kind.bits, kind.group),
     )
 
 

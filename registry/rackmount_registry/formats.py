@@ -222,8 +222,8 @@ class StoredFormat:
     """`encode(weight [out, in])`, whole and in plain floats -> the tensors that a checkpoint stores
     for it, rounded to nearest. None: the format is only read."""
     held_bytes: Callable[[int, int], int] | None = field(default=None, compare=False)
-    """`held_bytes(rows, columns)` of the tensors that `finish` gives for a matrix. None: about what
-    is stored."""
+    """`held_bytes(rows, columns)` of the tensors that `finish` gives for a matrix, at the least:
+    what would not fit is refused before it is loaded. None: what is stored."""
 
 
 def _finish_dense(

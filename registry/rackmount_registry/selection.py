@@ -245,7 +245,11 @@ def choose(
     fitting = [offer for offer, candidate in held if candidate.accepted]
     if wanted is None:
         winner = fitting[0] if fitting else None
-        why = _first_of(len(fitting)) if fitting else _none_fits(kind, candidates, broken)
+        why = (
+            _first_of(len(fitting))
+            if fitting
+            else _none_fits(f"no {kind} fits", candidates, broken)
+        )
     elif wanted in fitting:
         winner, why = wanted, "requested"
     else:
@@ -429,11 +433,15 @@ def _choose_pair(
             named = a.wanted is not None and b.wanted is not None
             why = "requested" if named else _first_of(num_fitting)
             return one, two, value, why, candidates
-    kinds = " and ".join(dict.fromkeys((a.kind, b.kind)))
-    by_name = a.wanted is not None or b.wanted is not None
-    message = _none_fits(kinds, [row[3] for row in asked], a.broken, by_name)
-    names = ((p.first.name, p.second.name) for p in candidates if p.accepted)
-    would = ", ".join(one if one == two else f"{one} + {two}" for one, two in names)
+    wanted = [side.kind for side in (a, b) if side.wanted is not None]
+    kinds = tuple(dict.fromkeys(wanted or (a.kind, b.kind)))
+    whole = f"no {' and '.join(kinds)} fits"
+    if wanted:
+        whole = f"the {' and '.join(kinds)} asked for do{'es' * (len(kinds) == 1)} not fit"
+    message = _none_fits(whole, [row[3] for row in asked], a.broken)
+    pairs = ((p.first.name, p.second.name) for p in candidates if p.accepted)
+    alike = a.kind == b.kind
+    would = ", ".join(one if alike and one == two else f"{one} + {two}" for one, two in pairs)
     raise SelectionError(f"{message}. Would fit: {would or 'none'}", candidates)
 
 
@@ -461,9 +469,6 @@ def _first_of(num_fitting: int) -> str:
     return f"first of {num_fitting} that fit, by band, order and name"
 
 
-def _none_fits(
-    kind: str, candidates: Sequence[object], broken: Sequence[BrokenPlugin], by_name: bool = False
-) -> str:
+def _none_fits(whole: str, candidates: Sequence[object], broken: Sequence[BrokenPlugin]) -> str:
     refused = "; ".join(map(str, candidates)) or "none is mounted"
-    whole = f"the {kind} asked for does not fit" if by_name else f"no {kind} fits"
     return f"{whole}: {refused}{broken_note(broken)}"

@@ -7,9 +7,12 @@ from hypothesis import strategies as st
 from tests.helpers.packings import Grouped, random_grouped, words_of_rows
 from torch import Tensor
 
+from rackmount_quant.awq import awq_format
+from rackmount_quant.gptq import Layout, gptq_format
 from rackmount_quant.grouped import group_weight, narrow
+from rackmount_quant.integers import Integers, integer_format
 from rackmount_registry.errors import CheckpointError
-from rackmount_registry.formats import Weight
+from rackmount_registry.formats import StoredFormat, Weight
 
 
 def finish(weight: Grouped, columns: Tensor, *, group: int, symmetric: bool) -> Weight:
@@ -25,6 +28,42 @@ def finish(weight: Grouped, columns: Tensor, *, group: int, symmetric: bool) -> 
         in_features=len(columns),
         groups=weight.groups[columns].int().unsqueeze(0),
     )
+
+
+LAYOUTS = (
+    Layout(bits=bits, group=group, act_order=order, symmetric=symmetric, zeros_less_one=True)
+    for bits in (4, 8)
+    for group, order, symmetric in ((32, False, True), (32, True, False), (-1, True, True))
+)
+INTEGERS = (
+    Integers(bits=bits, per=per, group=group, symmetric=symmetric, packed=packed)
+    for bits in (4, 8)
+    for per, group in (("group", 32), ("channel", -1), ("tensor", -1))
+    for symmetric in (False, True)
+    for packed in (False, True)
+)
+FORMATS = (
+    awq_format(32),
+    awq_format(-1, zero_point=False),
+    *(gptq_format(layout, 96) for layout in LAYOUTS),
+    *(integer_format(kind, 96) for kind in INTEGERS),
+)
+
+
+@pytest.mark.parametrize("stored", FORMATS, ids=lambda stored: stored.name)
+def test_no_more_bytes_are_foretold_than_are_held(stored: StoredFormat) -> None:
+    """Else a model would be refused that fits."""
+    assert stored.encode is not None and stored.held_bytes is not None
+    tensors = {
+        name: tensor.float() if tensor.is_floating_point() else tensor
+        for name, tensor in stored.encode(torch.randn(40, 96)).items()
+    }
+    for name in ("g_idx", "weight_shape"):
+        if name in tensors:
+            tensors[name] = tensors[name].view(1, -1)
+    weight = stored.finish(tensors, (40,), 96)
+    held = sum(tensor.nbytes for tensor in weight.tensors.values())
+    assert 0.7 * held < stored.held_bytes(40, 96) <= held
 
 
 @settings(max_examples=60, deadline=None)

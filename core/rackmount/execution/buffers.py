@@ -48,10 +48,12 @@ class StepBuffers:
         size = sum(map(_aligned, (max_tokens,) * 3 + (num_rows + 1,) * 6))
         try:
             self._packed = torch.zeros(size, dtype=torch.int32, device=device)
-        except RuntimeError as error:  # of which running out of memory is one
+        except RuntimeError as error:
+            if device.type != "cpu" and not isinstance(error, torch.OutOfMemoryError):
+                raise
             raise ConfigError(
-                f"max_num_batched_tokens={max_tokens}: no memory for a step's numbers, {4 * size} "
-                "bytes; lower it"
+                f"a step of {max_tokens} tokens takes {4 * size} bytes for their numbers, which "
+                "are not there; lower max_num_batched_tokens, or max_num_seqs if it is more"
             ) from error
 
     def grow(self, plan: StepPlan) -> None:

@@ -44,7 +44,8 @@ def _left_to_container() -> int:
         stats = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return 1 << 62
-    return 1 << 62 if limit == "max" else int(limit) - used + int(stats.get("inactive_file", 0))
+    cached = sum(int(stats.get(name, 0)) for name in ("active_file", "inactive_file"))
+    return 1 << 62 if limit == "max" else int(limit) - used + cached
 
 
 def require_weights(rack: Rack, free: int, ranks: int = 1) -> None:
@@ -56,11 +57,14 @@ def require_weights(rack: Rack, free: int, ranks: int = 1) -> None:
     """
     weights = rack.draft.weight_bytes * ranks
     if weights > free:
-        share = f", or more gpu_memory_utilization than {rack.config.gpu_memory_utilization}"
+        share = rack.config.gpu_memory_utilization
+        more = "a machine with more memory"
+        if rack.device.type == "cuda":
+            more = "more ranks, or a device with more memory"
+            more += f", or more gpu_memory_utilization than {share}" * (share < 1)
         raise ConfigError(
             f"the weights take {size(weights)}, and {size(max(free, 0))} of {rack.device} are "
-            "there; choose fewer bits a weight, more ranks, or a device with more memory"
-            f"{share * (rack.device.type == 'cuda')}"
+            f"there; choose fewer bits a weight, {more}"
         )
 
 

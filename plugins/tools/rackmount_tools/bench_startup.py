@@ -45,8 +45,9 @@ def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, 
     start = time.time()  # the clock that both processes share
     process = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if process.returncode < 0:
-        name = signal.Signals(-process.returncode).name
-        killed = ", as by a system that is short of memory" * (name == "SIGKILL")
+        number = -process.returncode
+        killed = ", as by a system that is short of memory" * (number == signal.SIGKILL)
+        name = f"signal {number} ({signal.strsignal(number)})"
         raise RackmountError(f"the process that was timed was ended by {name}{killed}")
     if process.returncode:
         raise RackmountError(f"the process that was timed ended with {process.returncode}")

@@ -12,8 +12,6 @@ import sys
 import time
 from typing import Any
 
-from rackmount_registry.errors import RackmountError
-
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
     """Time of the end of each phase, and "parts"."""
@@ -22,7 +20,6 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
     times = {"torch": time.time()}
     from rackmount_registry.plugins import PluginManager
     from rackmount_tools.loads import random_prompts
-    from rackmount_tools.record import describe_rack
     from rackmount_tools.runs import greedy, open_engine, timed
 
     manager = PluginManager.discover()
@@ -39,12 +36,18 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
         prompts = random_prompts(1, length, engine.rack.draft.vocab_size)
         timed(engine, prompts, greedy(1))
         times["first token"] = time.time()
+        from rackmount_tools.record import describe_rack
+
         return times | {"parts": describe_rack(engine.rack)["parts"]}
 
 
 if __name__ == "__main__":
     try:
         found = main(json.loads(sys.argv[1]))
-    except RackmountError as error:
+    except Exception as error:
+        from rackmount_registry.errors import RackmountError  # an import of its phase
+
+        if not isinstance(error, RackmountError):
+            raise
         found = {"error": str(error)}
     sys.stdout.write(json.dumps(found) + "\n")

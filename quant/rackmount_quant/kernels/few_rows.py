@@ -8,7 +8,7 @@ compiler calls ahead what an MMA's operands come from and nothing else. Of input
 to the weight's eight bits, both go to the MMA as they are.
 
 How it is cut into programs: `rackmount_quant.kernels.stream_k`. How words hold values:
-`rackmount_registry.device.unpack`.
+`rackmount_quant.kernels.packed.panels` and `rackmount_registry.device.unpack`.
 """
 
 import triton

@@ -8,6 +8,8 @@ are stored such that the thread which reads one needs just its values: 16 bytes,
 - nibble 4h + i of word t, for i = 0 to 3: 32 columns of four bits,
 - byte 2h + i of word t, for i = 0 and 1: 16 columns of eight bits.
 
+Of four bits in panels, the columns are dealt out to several such runs first: see `RUNS`.
+
 A shift and a mask then take a pair out of a word, one value in each half. Triton follows layouts
 backward through `join`, `permute` and `reshape`; packed words alone move between threads.
 
