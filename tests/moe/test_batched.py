@@ -207,7 +207,7 @@ def test_a_kernel_and_a_dispatcher_are_paired_by_layout_or_refused_with_the_reas
         assert told["torch", name] == f"torch + {name}: fits"
         reason = f"triton + {name}: no row of triton that fits takes the layout {layout}"
         assert told["triton", name] == reason
-        with pytest.raises(SelectionError, match=re.escape(f"fits: {reason}")):
+        with pytest.raises(SelectionError, match=re.escape(f"fit: {reason}")):
             choose_experts(*offers, gpu, "triton", name)
 
 
