@@ -243,13 +243,10 @@ def choose(
     wanted, held = side.wanted, side.held
     candidates = tuple(candidate for _, candidate in held)
     fitting = [offer for offer, candidate in held if candidate.accepted]
-    if wanted is None:
-        winner = fitting[0] if fitting else None
-        why = (
-            _first_of(len(fitting))
-            if fitting
-            else _none_fits(f"no {kind} fits", candidates, broken)
-        )
+    if wanted is None and fitting:
+        winner, why = fitting[0], _first_of(len(fitting))
+    elif wanted is None:
+        winner, why = None, _none_fits(f"no {kind} fits", candidates, broken)
     elif wanted in fitting:
         winner, why = wanted, "requested"
     else:
@@ -435,9 +432,8 @@ def _choose_pair(
             return one, two, value, why, candidates
     wanted = [side.kind for side in (a, b) if side.wanted is not None]
     kinds = tuple(dict.fromkeys(wanted or (a.kind, b.kind)))
-    whole = f"no {' and '.join(kinds)} fits"
-    if wanted:
-        whole = f"the {' and '.join(kinds)} asked for do{'es' * (len(kinds) == 1)} not fit"
+    parts, verb = " and ".join(kinds), "does" if len(kinds) == 1 else "do"
+    whole = f"the {parts} asked for {verb} not fit" if wanted else f"no {parts} fits"
     message = _none_fits(whole, [row[3] for row in asked], a.broken)
     pairs = ((p.first.name, p.second.name) for p in candidates if p.accepted)
     alike = a.kind == b.kind

@@ -1,5 +1,6 @@
 """The worker of one device: carries out step plans."""
 
+import gc
 from collections import deque
 
 import numpy as np
@@ -43,6 +44,8 @@ class Worker:
             if not torch.cuda.is_available():
                 raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
             torch.cuda.set_device(rack.device.index or 0)
+            if torch.cuda.memory_allocated():
+                gc.collect()  # an engine may have been dropped without being closed
             torch.cuda.empty_cache()  # what an engine before left there is free
         config = rack.config
         self.rack = rack
