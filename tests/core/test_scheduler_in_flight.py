@@ -1,5 +1,8 @@
 """The scheduler between `schedule` and `update`: nothing that a step uses is given away."""
 
+from collections import deque
+from itertools import count
+
 import numpy as np
 import pytest
 from tests.helpers.scheduling import (
@@ -10,6 +13,9 @@ from tests.helpers.scheduling import (
     scheduler_of,
     step,
 )
+
+from rackmount.scheduling.plan import StepPlan
+from rackmount.scheduling.request import RequestState
 
 
 def test_what_a_step_in_flight_uses_is_not_given_away() -> None:
@@ -59,20 +65,50 @@ def test_steps_in_flight_never_run_past_the_limit() -> None:
     assert not scheduler.has_requests
 
 
-def test_with_a_step_in_flight_rows_wait_for_blocks_and_nobody_is_preempted() -> None:
+def test_who_lacks_blocks_waits_for_what_is_in_flight_and_nobody_goes_on_meanwhile() -> None:
     scheduler = scheduler_of(block_size=4, num_blocks=3)
     scheduler.add(request_of("a", range(4)))
     scheduler.add(request_of("b", range(100, 107)))
     first = scheduler.schedule()
-    second = scheduler.schedule()
-    assert first is not None and second is not None
-    assert scheduled(scheduler, first) == {"a": 4, "b": 7}
-    assert scheduled(scheduler, second) == {"b": 1}  # fits its block; a lacks one
+    assert first is not None and scheduled(scheduler, first) == {"a": 4, "b": 7}
+    assert scheduler.schedule() is None  # a lacks a block, b would fit its own
+    assert scheduler.stats.total_preemptions == 0
     scheduler.update(first, np.array([5, 5]))
-    assert scheduler.schedule() is None and scheduler.stats.total_preemptions == 0
-    scheduler.update(second, np.array([5]))
     assert counts_of_step(scheduler) == {"a": 1}
     assert scheduler.stats.total_preemptions == 1
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_long_prompt_is_not_overtaken_without_end(depth: int, mixed: bool) -> None:
+    """Short requests arrive without pause, and take each block that is free."""
+    scheduler = scheduler_of(
+        block_size=16,
+        num_blocks=65,
+        max_num_seqs=64,
+        max_num_batched_tokens=512,
+        max_model_len=1010,
+        enable_prefix_caching=False,
+        enable_mixed_steps=mixed,
+    )
+    begun, arrived = 0, count()
+    long = request_of("long", range(1000), max_tokens=2)
+    in_flight: deque[StepPlan] = deque()
+    for number in range(500):
+        if number == 20:
+            scheduler.add(long)
+        while scheduler.stats.num_waiting < 10:
+            short = next(arrived)
+            scheduler.add(request_of(f"{short}", range(3 + short % 3), max_tokens=2 + short % 7))
+        while len(in_flight) < depth and (plan := scheduler.schedule()):
+            in_flight.append(plan)
+        plan = in_flight.popleft()
+        scheduler.update(plan, np.full(plan.samples.sum(), 1))
+        if long.state is RequestState.RUNNING and not begun:
+            begun = number
+        if long.finish_reason:
+            break
+    assert long.finish_reason == "length" and number - begun < 20
 
 
 def test_steps_end_in_order() -> None:

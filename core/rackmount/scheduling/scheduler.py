@@ -198,7 +198,11 @@ class Scheduler:
         short = self._short(rows, starts, counts)
         if prompts_only and not self.pool.can_allocate(int(short.needs.sum()) + rows.size):
             return None  # decoding may need what is left: the usual rules say who goes on
-        growth, counts = self._grow(rows, starts, counts, short)
+        if self._in_flight and not self.pool.can_allocate(int(short.needs.sum())):
+            # A preemption would free nothing yet, and who lacks blocks must not be overtaken by who
+            # needs none: what is in flight ends first.
+            return None
+        growth, counts = self._grow(rows, counts, short)
         admitted: list[RowAdmission] = []
         if counts.size < rows.size:  # after a preemption nobody enters: it would be the next victim
             rows, starts = rows[: counts.size], starts[: counts.size]
@@ -278,25 +282,20 @@ class Scheduler:
         return int(np.maximum(missing, 0).sum()) + rows.size
 
     def _grow(
-        self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray, lacking: _Short
+        self, rows: np.ndarray, counts: np.ndarray, lacking: _Short
     ) -> tuple[Growth, np.ndarray]:
         """Gives running rows the blocks for their next `counts` tokens; gives the counts that stay.
 
         Where blocks lack, rows are preempted from the end of the order: they leave `_running`, and
-        the counts are fewer. With a step in flight that would free nothing yet; then the last in
-        order compute what fits their blocks, and wait.
+        the counts are fewer. Then no step may be in flight.
         """
         table, block_size = self._table, self.config.block_size
         short, columns, needs = lacking
         if not short.size:
             return NO_GROWTH, counts
         while not self.pool.can_allocate(total := int(needs.sum())):
-            if self._in_flight:
-                counts[short[-1]] = columns[-1] * block_size - starts[short[-1]]
-                kept = short.size - 1
-            else:
-                self._preempt(table.requests[int(self._running[-1])])
-                kept = int(np.count_nonzero(short < self._running.size))
+            self._preempt(table.requests[int(self._running[-1])])
+            kept = int(np.count_nonzero(short < self._running.size))
             short, columns, needs = short[:kept], columns[:kept], needs[:kept]
         blocks = self.pool.allocate(total)
         short_rows = rows[short]
