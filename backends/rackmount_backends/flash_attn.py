@@ -163,13 +163,16 @@ def missing_kernels(demand: Demand) -> str:
     each of the layers.
 
     The names of FlashAttention's own files cannot be known without loading the compiler, so that
-    `FlashAttention` leaves marks beside them. Of a demand without layers nothing is known.
+    `FlashAttention` leaves marks beside them. Of a demand without layers, or where no GPU is,
+    nothing is known.
     """
-    assert demand.dtype and demand.compute_capability
+    assert demand.dtype
     if not keeps_kernels():
         return f"its kernels are compiled in each process, as {ENABLED} is not 1"
     if not demand.layers:
         return "which of its kernels are compiled cannot be said of a demand without layers"
+    if demand.compute_capability is None:
+        return "which of its kernels are compiled cannot be said without a GPU"
     folder = kernel_folder()
     for name in sorted(mark(demand.dtype, it, demand.compute_capability) for it in demand.layers):
         if not (folder / name).exists():

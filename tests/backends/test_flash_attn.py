@@ -201,6 +201,10 @@ def test_a_run_leaves_a_mark_of_what_it_compiled_and_of_nothing_else(
     assert missing_kernels(here)
 
 
+def test_without_a_gpu_nothing_is_said_of_kernels() -> None:
+    assert "without a GPU" in missing_kernels(replace(demand(), compute_capability=None))
+
+
 def test_features_have_marks_of_their_own(vendor: Vendor, capability: tuple[int, int]) -> None:
     make_case(FlashAttention, MIXED, params=WINDOW).run()
     longer = replace(WINDOW, sliding_window=7)

@@ -95,19 +95,39 @@ def test_a_pool_that_cannot_be_is_refused_with_numbers(
         num_blocks(folder, **asked)
 
 
-def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
-    rack: Any = SimpleNamespace(
-        config=EngineConfig.create(model="any", max_num_seqs=10**6),
-        device=torch.device("cpu"),
+def rack_of(device: str = "cpu", **arguments: Any) -> Any:
+    """With 16 KiB a block."""
+    return SimpleNamespace(
+        config=EngineConfig.create(model="any", **arguments),
+        device=torch.device(device),
         kv_bytes_per_token=1024,
         block_size=16,
         blocks_per_sequence=100,
+        max_model_len=1600,
         num_ranks=1,
     )
+
+
+def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
+    rack = rack_of(max_num_seqs=10**6)
     assert num_kv_blocks(rack, free=64 << 20) == (32 << 20) // (16 * 1024)
     assert num_kv_blocks(rack, free=64 << 30) == (4 << 30) // (16 * 1024)
+    assert num_kv_blocks(rack, free=16 * 1024) == 1
     rack.num_ranks = 4  # they share the memory
     assert num_kv_blocks(rack, free=64 << 30) == (1 << 30) // (16 * 1024)
+
+
+@pytest.mark.parametrize("asked", [{}, {"num_kv_blocks": 3}, {"kv_cache_memory_bytes": 1 << 20}])
+@pytest.mark.parametrize(("free", "left"), [(-5 << 30, "0 bytes"), (10_000, "9.8 KiB")])
+def test_where_no_block_is_left_it_is_told_what_leaves_more(
+    free: int, left: str, asked: dict[str, int]
+) -> None:
+    more = "choose less than max_num_batched_tokens=2048, max_num_seqs=9, more gpu_memory_utilization"
+    with pytest.raises(ConfigError, match=f"takes 16 KiB .* {left} are left .*; {more} than 0.8"):
+        rack = rack_of("cuda", max_num_seqs=9, gpu_memory_utilization=0.8, **asked)
+        num_kv_blocks(rack, free)
+    with pytest.raises(ConfigError, match=f"{left} are left .* a machine with more memory"):
+        num_kv_blocks(rack_of(**asked), free)
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

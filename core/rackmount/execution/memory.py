@@ -78,30 +78,45 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     """
     config = rack.config
     bytes_per_block = rack.kv_bytes_per_token * rack.block_size
+    block = f"one KV block takes {size(bytes_per_block)} ({rack.block_size} tokens of "
+    block += f"{rack.kv_bytes_per_token} bytes)"
+    if free < bytes_per_block:
+        raise ConfigError(f"{block}, and {size(max(free, 0))} are left for the pool; {_more(rack)}")
     if config.num_kv_blocks is not None:
         if config.num_kv_blocks * bytes_per_block > free:
             raise ConfigError(
                 f"num_kv_blocks={config.num_kv_blocks} take {bytes_per_block} bytes each, and "
-                f"{free} are free; choose at most {max(free, 0) // bytes_per_block}"
+                f"{free} are free; choose at most {free // bytes_per_block}"
             )
         _require_length(rack, config.num_kv_blocks, "num_kv_blocks")
         return config.num_kv_blocks
     budget, source = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
     if budget is None:
-        budget, source = _unasked(rack, free), "gpu_memory_utilization"
+        budget, source = max(bytes_per_block, _unasked(rack, free)), "gpu_memory_utilization"
     elif budget > free:
         raise ConfigError(
             f"kv_cache_memory_bytes={budget} is above the {free} that are free; choose at most that"
         )
-    fitting = max(budget, 0) // bytes_per_block
+    fitting = budget // bytes_per_block
     if fitting < 1:
         raise ConfigError(
-            f"one KV block takes {bytes_per_block} bytes ({rack.block_size} tokens of "
-            f"{rack.kv_bytes_per_token}), and {budget} are there for the pool; give "
-            f"kv_cache_memory_bytes of at least {bytes_per_block}, or a smaller block_size"
+            f"{block}, more than kv_cache_memory_bytes={budget}; choose at least {bytes_per_block}, "
+            "or a smaller block_size"
         )
     _require_length(rack, fitting, source)
     return min(fitting, config.max_num_seqs * rack.blocks_per_sequence)
+
+
+def _more(rack: Rack) -> str:
+    """What leaves more memory for the pool."""
+    config = rack.config
+    if rack.device.type != "cuda":
+        return "choose a smaller model, or a machine with more memory"
+    given = f"max_num_batched_tokens={config.max_num_batched_tokens}, "
+    given += f"max_num_seqs={config.max_num_seqs}"
+    share = config.gpu_memory_utilization
+    more = f", more gpu_memory_utilization than {share}" * (share < 1)
+    return f"choose less than {given}{more}, or more ranks"
 
 
 def _require_length(rack: Rack, num_blocks: int, source: str) -> None:
