@@ -286,9 +286,9 @@ def _online_scheme(
     able = [offer for offer in manager.offers(QuantizationScheme) if offer.descriptor.online]
     if name not in (legal := legal_names(able)):
         raise ConfigError(
-            f"quantization={name!r}{did_you_mean(name, legal)}: the checkpoint is plain, and of "
-            f"the mounted schemes {', '.join(legal) or 'none'} can round such while it is loaded"
-            f"{broken_note(manager.broken)}"
+            f"quantization={name!r}{did_you_mean(name, legal)} is none of the mounted schemes that "
+            f"round a plain checkpoint, as this one is, while it is loaded: "
+            f"{', '.join(legal) or 'none'}{broken_note(manager.broken)}"
         )
     offer = manager.find(QuantizationScheme, name)
     return offer, instantiate(offer, options, None)

@@ -256,6 +256,13 @@ def test_a_gpu_must_hold_one_request_of_full_length(folder, args, more):
     assert enough["max_full_requests"] == 1
 
 
+@pytest.mark.parametrize("gib", ["inf", "1e300"])
+def test_memory_that_no_machine_has_is_refused(folder, gib):
+    result = explain(folder, "--memory-gib", gib)
+    assert result.exit_code == 2
+    assert f"memory_gib={float(gib)} must be a size that a machine may have" in result.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_here_is_said_to_be_so(folder):
     assert "cuda is not here; --memory-gib says" in explain(folder, "--device", "cuda").stdout
@@ -264,7 +271,7 @@ def test_a_gpu_that_is_not_here_is_said_to_be_so(folder):
 def test_weights_that_do_not_fit_are_named_with_both_numbers(folder):
     content = figures(folder, "--memory-gib", "0.5", ends=2)
     assert content["problem"] == (
-        "the weights take 1.1 GiB, and 512 MiB of cpu are there; choose fewer bits a weight, a "
+        "the weights take 1.1 GiB, and 512 MiB of cpu are there; choose fewer bits a weight, or a "
         "machine with more memory"
     )
     assert content["num_kv_blocks"] is None

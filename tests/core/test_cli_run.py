@@ -190,6 +190,7 @@ def test_a_prompt_that_is_refused_ends_with_2_and_an_empty_stdout(model):
         (["--max-tokens", "0"], "max_tokens=0 is out of range"),
         (["--system", "be brief"], "needs --chat"),
         (["--system", "be brief", "--no-chat"], "needs --chat"),
+        (["--load-format", "dummy"], "load_format='dummy': random weights have no tokenizer"),
     ],
 )
 def test_bad_options_are_refused_before_a_model_is_looked_for(args, message):

@@ -95,6 +95,15 @@ def test_a_pool_that_cannot_be_is_refused_with_numbers(
         num_blocks(folder, **asked)
 
 
+def test_it_is_refused_before_weights_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fill", "fill_randomly"):
+        monkeypatch.delattr(f"rackmount.execution.worker.{name}")
+    with pytest.raises(ConfigError, match="choose at most"):
+        num_blocks(folder, num_kv_blocks=10**13)
+
+
 def rack_of(device: str = "cpu", **arguments: Any) -> Any:
     """With 16 KiB a block."""
     return SimpleNamespace(
@@ -122,8 +131,8 @@ def test_unasked_it_takes_half_of_what_is_free_and_4_gib_at_most() -> None:
 def test_where_no_block_is_left_it_is_told_what_leaves_more(
     free: int, left: str, asked: dict[str, int]
 ) -> None:
-    more = "choose less than max_num_batched_tokens=2048, max_num_seqs=9, more gpu_memory_utilization"
-    with pytest.raises(ConfigError, match=f"takes 16 KiB .* {left} are left .*; {more} than 0.8"):
+    more = "less than max_num_batched_tokens=2048, max_num_seqs=9, more gpu_memory_utilization than"
+    with pytest.raises(ConfigError, match=f"takes 16 KiB .* {left} are left .* {more} 0.8"):
         rack = rack_of("cuda", max_num_seqs=9, gpu_memory_utilization=0.8, **asked)
         num_kv_blocks(rack, free)
     with pytest.raises(ConfigError, match=f"{left} are left .* a machine with more memory"):

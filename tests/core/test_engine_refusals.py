@@ -65,13 +65,19 @@ def test_an_unknown_sampling_keyword_is_a_type_error_with_the_nearest_name() -> 
         ({"enable_prefix_caching": "no"}, "enable_prefix_caching='no' is not bool"),
         ({"auto_plugins": "acme"}, "auto_plugins='acme' is not tuple"),
         ({"auto_plugins": ("acme",)}, "auto_plugins names 'acme', of which no part is mounted"),
-        ({"kv_cache_memory_bytes": 100, "num_kv_blocks": None}, "one KV block takes 2 KiB .* more than kv_cache_memory_bytes=100; choose at least 2048"),
+        (
+            {"kv_cache_memory_bytes": 100, "num_kv_blocks": None},
+            "one KV block takes 2 KiB .*=100; choose at least 2048",
+        ),
         ({"tp": 3}, "3 ranks do not divide heads=4; choose one of 1, 2, 4"),
         ({"tp": 2, "executor": "in-process"}, "'in-process' takes fewer than 2 .*multiprocess"),
         ({"tp": 2, "device": "cuda:1"}, "'cuda:1' names one device, and tp=2 .* device='cuda'"),
         ({"dp": 2}, "dp=2 is not supported; choose dp=1"),
         ({"ep": 8}, "ep=8 is not supported"),
-        ({"quantization": "awq"}, "quantization='awq': the checkpoint is plain, and of"),
+        (
+            {"quantization": "awq"},
+            "quantization='awq' is none of the mounted schemes",
+        ),
     ],
     ids=str,
 )

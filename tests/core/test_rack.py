@@ -260,5 +260,5 @@ def test_a_scheme_that_can_rounds_a_plain_checkpoint_when_asked() -> None:
     assert rack.scheme is not None and rack.scheme.name == "mine"
     (told,) = (each for each in decisions(rack, manager) if each.kind == "quantization_scheme")
     assert told.why == "requested"
-    with pytest.raises(ConfigError, match=r"quantization='w8': the checkpoint is plain, .* mine"):
+    with pytest.raises(ConfigError, match=r"quantization='w8' is none of .* plain .*, mine"):
         rack_of(LLAMA, manager, quantization="w8")

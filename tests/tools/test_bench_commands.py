@@ -158,6 +158,27 @@ def test_requests_that_are_too_long_are_refused_by_the_options_that_make_them(
     assert f"up to {longest} tokens, and max_model_len=100 is below that" in refusal_of(asked)
 
 
+@pytest.mark.parametrize("command", ["latency", "throughput", "interference"])
+def test_a_length_of_0_is_below_that(refusal_of: RefusalOf, command: str) -> None:
+    assert "max_model_len=0 is below" in refusal_of(f"bench {command} {DUMMY} --max-model-len 0")
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "needed"),
+    [
+        ("latency --batch-sizes 2,4", 3, "4 requests at once of batch_sizes='2,4'"),
+        ("latency --batch-sizes 1", -5, "1 requests at once of batch_sizes='1'"),
+        ("interference --num-requests 1", 8, "9 requests at once of num_requests=1 and 8 long"),
+    ],
+)
+def test_fewer_requests_at_once_than_are_needed_are_refused(
+    refusal_of: RefusalOf, command: str, given: int, needed: str
+) -> None:
+    name, _, rest = command.partition(" ")
+    text = refusal_of(f"bench {name} {DUMMY} {rest} --max-num-seqs {given}")
+    assert f"max_num_seqs={given} is below the {needed}" in text
+
+
 def test_requests_may_be_as_long_as_the_model_knows(record_of: RecordOf) -> None:
     record = record_of("throughput --num-prompts 1 --input-len 250 --output-len 6")
     assert record["output_tokens"] == 6

@@ -1,6 +1,7 @@
 """`rackmount explain`: what would be mounted and why, without weights and without a GPU."""
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -126,7 +127,10 @@ def _memory(rack: Rack, memory_gib: float | None) -> int | None:
     share = rack.config.gpu_memory_utilization if rack.device.type == "cuda" else 1.0
     if memory_gib is None:
         return free_bytes(rack.device, share)
-    return int(memory_gib * 2**30 * share)
+    num_bytes = memory_gib * 2**30 * share
+    if not math.isfinite(num_bytes):
+        raise ConfigError(f"memory_gib={memory_gib} must be a size that a machine may have")
+    return int(num_bytes)
 
 
 def _fitting_blocks(rack: Rack, memory: int | None) -> tuple[int | None, str | None]:

@@ -55,6 +55,11 @@ def run(
         chat = False
     if system is not None and chat is False:
         raise typer.BadParameter("a system message needs --chat", param_hint="--system")
+    if engine.load_format == "dummy":
+        raise ConfigError(
+            "load_format='dummy': random weights have no tokenizer and answer in token ids alone; "
+            "give rackmount.Engine lists of them in Python"
+        )
     given = sampling.given()
     SamplingParams(**given)  # a bad value is to end here, not after minutes of loading
     with progress() as report:

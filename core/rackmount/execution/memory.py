@@ -58,7 +58,7 @@ def require_weights(rack: Rack, free: int, ranks: int = 1) -> None:
     weights = rack.draft.weight_bytes * ranks
     if weights > free:
         share = rack.config.gpu_memory_utilization
-        more = "a machine with more memory"
+        more = "or a machine with more memory"
         if rack.device.type == "cuda":
             more = "more ranks, or a device with more memory"
             more += f", or more gpu_memory_utilization than {share}" * (share < 1)
@@ -100,8 +100,8 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     fitting = budget // bytes_per_block
     if fitting < 1:
         raise ConfigError(
-            f"{block}, more than kv_cache_memory_bytes={budget}; choose at least {bytes_per_block}, "
-            "or a smaller block_size"
+            f"{block}, more than kv_cache_memory_bytes={budget}; choose at least "
+            f"{bytes_per_block}, or a smaller block_size"
         )
     _require_length(rack, fitting, source)
     return min(fitting, config.max_num_seqs * rack.blocks_per_sequence)

@@ -30,7 +30,14 @@ from rackmount_tools.record import (
     print_table,
     write_record,
 )
-from rackmount_tools.runs import greedy, measured_floors, open_engine, require_room, timed
+from rackmount_tools.runs import (
+    greedy,
+    measured_floors,
+    open_engine,
+    require_room,
+    seats,
+    timed,
+)
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
@@ -162,9 +169,10 @@ def bench(
     budget = engine.max_num_batched_tokens
     max_tokens = output_len + ramp_len(num_requests, input_len, budget)
     num_long = -(-max_tokens * budget // long_len) + 2
+    together = f"num_requests={num_requests} and 8 long ones"
     arguments = engine.arguments() | {
         "enable_prefix_caching": False,
-        "max_num_seqs": max(engine.max_num_seqs, num_requests + 8),
+        "max_num_seqs": seats(engine, num_requests + 8, together),
         "enable_mixed_steps": True,  # as in servers
     }
     longest, because = max(

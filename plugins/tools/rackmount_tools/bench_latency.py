@@ -35,7 +35,14 @@ from rackmount_tools.record import (
     print_table,
     write_record,
 )
-from rackmount_tools.runs import greedy, measured_floors, open_engine, require_room, timed
+from rackmount_tools.runs import (
+    greedy,
+    measured_floors,
+    open_engine,
+    require_room,
+    seats,
+    timed,
+)
 from rackmount_tools.shapes import ModelOrShape
 
 COLUMNS = {
@@ -216,7 +223,7 @@ def bench(
     sizes = numbers_of(batch_sizes, "batch_sizes")
     arguments = engine.arguments() | {
         "enable_prefix_caching": False,
-        "max_num_seqs": max(engine.max_num_seqs, *sizes),
+        "max_num_seqs": seats(engine, max(sizes), f"batch_sizes={batch_sizes!r}"),
     }
     ramp = max(ramp_len(size, input_len, engine.max_num_batched_tokens) for size in sizes)
     longest = input_len + ramp + output_len

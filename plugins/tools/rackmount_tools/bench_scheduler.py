@@ -115,8 +115,8 @@ def row(load: Load, times: np.ndarray) -> dict[str, Any]:
 
 
 def bench(
-    requests: list[int] = typer.Option([256, 1024], help="Running requests"),
-    context: list[int] = typer.Option([2048, 32768], help="Tokens of each request"),
+    requests: list[int] = typer.Option([256, 1024], min=1, help="Running requests"),
+    context: list[int] = typer.Option([2048, 32768], min=1, help="Tokens of each request"),
     block_size: int = typer.Option(16, min=1),
     rounds: int = typer.Option(40, min=1, help="Rounds of block_size steps for each load"),
     as_json: bool = typer.Option(False, "--json", help="Figures and machine as JSON"),

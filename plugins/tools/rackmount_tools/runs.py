@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rackmount import Engine, RequestOutput, SamplingParams
+from rackmount import Engine, EngineOptions, RequestOutput, SamplingParams
 from rackmount_registry.errors import ConfigError, RackmountError
 from rackmount_registry.plugins import PluginManager
 from rackmount_tools.ceilings import measure_ceilings
@@ -34,8 +34,10 @@ def open_engine(
     """
     options = ", ".join(f"{name}={value!r}" for name, value in because.items())
     asked = f"{options}: requests have up to {longest} tokens, and"
-    length = arguments["max_model_len"] or longest
-    if length < longest:
+    length = arguments["max_model_len"]
+    if length is None:
+        length = longest
+    elif length < longest:
         raise ConfigError(f"{asked} max_model_len={length} is below that")
     try:
         with resolved(model, arguments | {"max_model_len": length}) as (name, given):
@@ -44,6 +46,21 @@ def open_engine(
         if f"max_model_len={longest}" not in str(error):
             raise
         raise ConfigError(f"{asked} {error}") from error
+
+
+def seats(engine: EngineOptions, needed: int, because: str) -> int:
+    """`max_num_seqs` for so many requests at once: more than the default where it takes more.
+
+    Raises:
+        ConfigError: fewer were asked for.
+    """
+    default = EngineOptions.max_num_seqs
+    if engine.max_num_seqs < needed and engine.max_num_seqs != default:
+        raise ConfigError(
+            f"max_num_seqs={engine.max_num_seqs} is below the {needed} requests at once of "
+            f"{because}; choose at least that, or leave it out"
+        )
+    return max(engine.max_num_seqs, needed)
 
 
 def measured_floors(engine: Engine) -> Floors:
