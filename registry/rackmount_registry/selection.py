@@ -56,7 +56,7 @@ class Refusal:
 
     def __str__(self) -> str:
         where = "" if self.row is None else f"row {self.row}: "
-        return where + " and ".join(self.reasons)
+        return where + ", and ".join(self.reasons)
 
 
 @dataclass(frozen=True, kw_only=True)
