@@ -26,6 +26,7 @@ LEAST = {
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "long_prefill_token_threshold": 0,
+    "max_graph_tokens": 0,
     "seed": 0,
     "tp": 1,
     "dp": 1,
@@ -87,6 +88,10 @@ class EngineConfig:
     priorities; False else in an `Engine`, which works through what it is given."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
+    max_graph_tokens: int = 256
+    """Most tokens of a step with prompts that is a CUDA graph; larger ones run eagerly, which is no
+    slower where the device takes longer to run them than the host to launch them. Each size takes
+    its time to capture, and memory."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs; None is on GPUs alone."""
     load_format: str = "auto"

@@ -87,7 +87,7 @@ def graphs(rack: Rack) -> str:
     decode, mixed = rack.decode_sizes, rack.mixed_sizes
     return (
         f"CUDA graphs: decode steps of {decode[0]} to {decode[-1]} requests ({len(decode)} sizes), "
-        f"mixed steps of up to {max(mixed, default=0)} tokens"
+        + (f"mixed steps of up to {mixed[-1]} tokens" if mixed else "no mixed steps")
     )
 
 

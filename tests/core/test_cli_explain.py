@@ -214,6 +214,9 @@ def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(fold
     assert "num_kv_blocks=10 and kv_cache_memory_bytes=100000 are two sizes" in refused.stderr
 
 
+BFLOAT16 = ("--device", "cuda", "--dtype", "bfloat16")
+
+
 @pytest.mark.parametrize(
     ("args", "line"),
     [
@@ -224,9 +227,18 @@ def test_full_requests_are_counted_in_whole_blocks_and_at_most_max_num_seqs(fold
             "CUDA graphs: none, not graph-safe: torch",
         ),
         (
-            ["--device", "cuda", "--dtype", "bfloat16", "--max-num-seqs", "7"],
+            [*BFLOAT16, "--max-num-seqs", "7"],
             "CUDA graphs: decode steps of 1 to 7 requests (4 sizes), "
             "mixed steps of up to 256 tokens",
+        ),
+        (
+            [*BFLOAT16, "--max-num-seqs", "1", "--max-graph-tokens", "600"],
+            "CUDA graphs: decode steps of 1 to 1 requests (1 sizes), "
+            "mixed steps of up to 600 tokens",
+        ),
+        (
+            [*BFLOAT16, "--max-num-seqs", "1", "--max-graph-tokens", "0"],
+            "CUDA graphs: decode steps of 1 to 1 requests (1 sizes), no mixed steps",
         ),
     ],
 )

@@ -52,6 +52,9 @@ class EngineOptions:
         _engine("Compute prompts beside tokens that are decoded; by default in servers alone."),
     ] = None
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
+    max_graph_tokens: Annotated[
+        int, _engine("Most tokens of a step with prompts that is a CUDA graph.")
+    ] = 256
     async_scheduling: Annotated[
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")
     ] = None
