@@ -87,6 +87,22 @@ def test_graphs_of_large_batches_give_the_tokens_of_eager_steps(folder: Path) ->
     assert len({tuple(each) for each in found[0]}) > 100
 
 
+def test_larger_mixed_graphs_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+    """Of more tokens than any one prompt has, in float32 as above."""
+    folder = tiny_checkpoint(tmp_path, "qwen3", **SIZES, max_position_embeddings=1024)[0]
+    prompts = rows(*(30 + 7 * index for index in range(20)))
+    given = {"dtype": "float32", "max_num_seqs": 20, "num_kv_blocks": 400, "block_size": 16}
+    given |= {"max_graph_tokens": 700, "max_num_batched_tokens": 700, "enable_mixed_steps": True}
+    found = []
+    for eager in (False, True):
+        with engine_of(folder, enforce_eager=eager, **given) as engine:
+            assert engine.rack.mixed_sizes[-2:] == [640, 700]
+            found.append(tokens_of(engine, prompts, [greedy(12)] * len(prompts)))
+            assert_idle(engine)
+    assert found[0] == found[1]
+    assert len({tuple(each) for each in found[0]}) > 15
+
+
 def errors_of(outputs: list[RequestOutput], expected: list[RequestOutput]) -> Tensor:
     """Relative errors of log-probabilities [requests, 2]: of the prompt, and of decode steps while
     the tokens before are those that were expected."""
