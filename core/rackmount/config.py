@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, Self
 
 from rackmount_registry.errors import ConfigError, did_you_mean
@@ -122,7 +123,7 @@ class EngineConfig:
 
     @classmethod
     def create(cls, **given: Any) -> Self:
-        """From keyword arguments.
+        """From keyword arguments, `model` a path, too.
 
         Raises:
             TypeError: an unknown keyword; the nearest legal one is named.
@@ -135,11 +136,14 @@ class EngineConfig:
                 raise TypeError(
                     f"Engine got an unknown argument {name!r}{hint}; legal are {', '.join(legal)}"
                 )
-        return cls(**given)
+        model = given.get("model")
+        return cls(**given | ({"model": str(model)} if isinstance(model, Path) else {}))
 
     def __post_init__(self) -> None:
         if wrong := "; ".join(misfits(self, EngineConfig, "Engine")):
             raise ConfigError(wrong)
+        if not self.model:
+            raise ConfigError("model='' must be an alias, a hub id (owner/name), or a path")
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:

@@ -173,6 +173,19 @@ def test_a_configuration_key_that_nothing_reads_is_refused(folder: Path) -> None
         tiny_engine(folder)
 
 
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "model=None is not str"),
+        (3, "model=3 is not str"),
+        ("", "model='' must be an alias, a hub id"),
+    ],
+)
+def test_what_is_no_name_of_a_model_is_refused(model: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Engine(model)
+
+
 def test_a_model_that_is_nowhere_is_refused_with_the_aliases() -> None:
     with pytest.raises(ConfigError, match=r"did you mean 'qwen3-0.6b'.*smollm2-135m"):
         Engine("qwen3-0.6", manager=plugins())

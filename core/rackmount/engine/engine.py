@@ -57,7 +57,7 @@ class Engine:
         report: Report = silent,
         **arguments: Any,
     ) -> None:
-        self.config = EngineConfig.create(model=str(model), **arguments)
+        self.config = EngineConfig.create(model=model, **arguments)
         self.manager = manager or PluginManager.discover()
         self._rack: Rack | None = None
         self._core: EngineCore | None = None

@@ -97,7 +97,7 @@ class AsyncEngine:
                 `Engine` does, also where the core's process raised it.
             EngineDead: that process died.
         """
-        config = EngineConfig.create(model=str(model), **arguments)
+        config = EngineConfig.create(model=model, **arguments)
         if config.enable_mixed_steps is None:
             config = replace(config, enable_mixed_steps=True)
         manager = manager or PluginManager.discover()
