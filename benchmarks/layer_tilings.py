@@ -1,7 +1,7 @@
 """Times tilings of quantized products where they stand: in a layer of Llama 3.1 8B that decodes.
 
 Usage: python benchmarks/layer_tilings.py [--format int4] [--rows 1 8 16 64] [--context 1088]
-       [--cut gate_up:64,32,2 ...]
+       [--cut gate_up:64,32,2 ...] [--stages 3 4 6] [--prefetch 0 1 2 4]
 
 Alone, a product starts while another of its kind ends. In a layer it follows a norm, attention or a
 product of another shape, and tilings that are as fast alone are not there: registers and blocks
@@ -11,6 +11,10 @@ as layers. From the tilings of the table on, one product after the other takes t
 with other bounds of registers, depths of the pipeline and blocks called ahead; and, where cuts are
 named (weight rows a tile, blocks a program, warps), of those with the same; of up to eight rows
 also those that hold their tokens.
+
+The pipeline's shared memory decides how many programs an SM can hold, too. Where that is more than
+its share, those that come while the kernel before ends may crowd on the SMs that are free first
+(`rackmount_registry.device.launch`): a deeper pipeline keeps them apart.
 """
 
 import argparse
@@ -38,8 +42,8 @@ from rackmount_registry.offers import import_attribute
 
 LAYERS = 4
 ROUNDS = 7
-PREFETCH = (0, 1, 2, 4)
-STAGES = (3, 4, 6)
+PREFETCH = [0, 1, 2, 4]
+STAGES = [3, 4, 6]
 REGISTERS: Mapping[int, tuple[int | None, ...]] = {
     2: (None, 128),
     4: (None, 128, 144, 152, 168),
@@ -127,17 +131,25 @@ class Layers:
         return statistics.median(times)
 
 
-def like(tiling: AnyTiling | None, cuts: list[tuple[int, int, int]]) -> Iterator[Tiling]:
+Depths = tuple[list[int], list[int]]
+"""Of the pipeline, and blocks called ahead, that are tried."""
+
+
+def like(
+    tiling: AnyTiling | None, cuts: list[tuple[int, int, int]], depths: Depths
+) -> Iterator[Tiling]:
     """Tilings of the same tiles and shares, and of other cuts."""
     if isinstance(tiling, Tiling):
         for block_n, share, warps in cuts:
-            yield from like(replace(tiling, block_n=block_n, share=share, warps=warps), [])
+            yield from like(replace(tiling, block_n=block_n, share=share, warps=warps), [], depths)
         registers = REGISTERS.get(tiling.warps, (tiling.registers,))
-        for bound, stages, prefetch in itertools.product(registers, STAGES, PREFETCH):
+        for bound, stages, prefetch in itertools.product(registers, *depths):
             yield replace(tiling, registers=bound, stages=stages, prefetch=prefetch)
 
 
-def search(layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts) -> None:
+def search(
+    layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts, depths: Depths
+) -> None:
     best = layers.tuned(rows)
     kernels = {}
     wanted: dict[str, list[AnyTiling]] = {}
@@ -145,7 +157,7 @@ def search(layers: Layers, pool: ProcessPoolExecutor, rows: int, cuts: Cuts) -> 
         n, k, epilogues = SHAPES[name]
         problem = Problem(layers.form, n, k, rows, epilogues[0])
         first = layers.weights[name][0]
-        wanted[name] = [*like(tuned, cuts[name]), *held_candidates(problem, first)]
+        wanted[name] = [*like(tuned, cuts[name], depths), *held_candidates(problem, first)]
         for tiling in wanted[name]:
             if key(problem, tiling) not in kernels:
                 packed = on_meta(first.packed)
@@ -174,6 +186,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 16, 64])
     parser.add_argument("--context", type=int, default=1088, help="tokens of each request")
     parser.add_argument("--cut", nargs="*", default=[], metavar="NAME:BLOCK_N,SHARE,WARPS")
+    parser.add_argument("--stages", type=int, nargs="+", default=STAGES)
+    parser.add_argument("--prefetch", type=int, nargs="+", default=PREFETCH)
     args = parser.parse_args()
     cuts: dict[str, list[tuple[int, int, int]]] = {name: [] for name in ORDER}
     for name, _, sizes in (each.partition(":") for each in args.cut):
@@ -186,7 +200,7 @@ def main() -> None:
     with pools(os.cpu_count()) as pool:
         for rows in args.rows:
             layers.load(rows, args.context)
-            search(layers, pool, rows, cuts)
+            search(layers, pool, rows, cuts, (args.stages, args.prefetch))
 
 
 if __name__ == "__main__":
