@@ -14,7 +14,8 @@ also those that hold their tokens.
 
 The pipeline's shared memory decides how many programs an SM can hold, too. Where that is more than
 its share, those that come while the kernel before ends may crowd on the SMs that are free first
-(`rackmount_registry.device.launch`): a deeper pipeline keeps them apart.
+(`rackmount_registry.device.launch`): then a deeper pipeline would keep them
+apart.
 """
 
 import argparse
@@ -57,6 +58,8 @@ HIDDEN = LLAMA.num_heads * LLAMA.head_size
 Tilings = dict[str, AnyTiling | None]
 Cuts = Mapping[str, list[tuple[int, int, int]]]
 """Product -> block_n, share and warps."""
+Depths = tuple[list[int], list[int]]
+"""Of the pipeline, and blocks called ahead, that are tried."""
 
 
 class Layers:
@@ -129,10 +132,6 @@ class Layers:
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e3 / (4 * LAYERS))
         return statistics.median(times)
-
-
-Depths = tuple[list[int], list[int]]
-"""Of the pipeline, and blocks called ahead, that are tried."""
 
 
 def like(

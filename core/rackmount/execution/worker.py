@@ -51,7 +51,8 @@ class Worker:
         self.rack = rack
         parts = rack.parts.load(rack.options)
         require_weights(rack, self._free())
-        num_kv_blocks(rack, self._free() - rack.draft.weight_bytes)  # refused before all is loaded
+        if rack.device.type == "cpu":  # on a GPU what fits is known when steps have been measured
+            num_kv_blocks(rack, self._free() - rack.draft.weight_bytes)
         step = PagedStep(rack.device)
         self.mounted = assemble(
             rack.draft, parts, step, device=rack.device, max_positions=rack.max_model_len

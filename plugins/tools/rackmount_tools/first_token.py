@@ -14,16 +14,26 @@ from typing import Any
 
 
 def main(asked: dict[str, Any]) -> dict[str, Any]:
-    """Time of the end of each phase, and "parts"."""
+    """Time of the end of each phase, and "parts"; or "error"."""
     import torch  # noqa: F401  # its import is a phase of its own
 
     times = {"torch": time.time()}
+    from rackmount_registry.errors import RackmountError
+
+    try:
+        return times | answered(asked)
+    except RackmountError as error:
+        return {"error": str(error)}
+
+
+def answered(asked: dict[str, Any]) -> dict[str, Any]:
+    """Of the phases after PyTorch's."""
     from rackmount_registry.plugins import PluginManager
     from rackmount_tools.loads import random_prompts
     from rackmount_tools.runs import greedy, open_engine, timed
 
     manager = PluginManager.discover()
-    times["imports"] = time.time()
+    times = {"imports": time.time()}
     given = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in asked["arguments"].items()
@@ -42,12 +52,4 @@ def main(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    try:
-        found = main(json.loads(sys.argv[1]))
-    except Exception as error:
-        from rackmount_registry.errors import RackmountError  # an import of its phase
-
-        if not isinstance(error, RackmountError):
-            raise
-        found = {"error": str(error)}
-    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")
