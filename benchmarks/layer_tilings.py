@@ -5,12 +5,12 @@ Usage: python benchmarks/layer_tilings.py [--format int4] [--rows 1 8 16 64] [--
 
 Alone, a product starts while another of its kind ends. In a layer it follows a norm, attention or a
 product of another shape, and tilings that are as fast alone are not there: registers and blocks
-called ahead decide how early the next kernel's programs find room. Layers are norm, qkv, attention,
-o, norm, gate_up and down, one after another in one CUDA graph, with as many copies of the weights
-as layers. From the tilings of the table on, one product after the other takes the best of its own
-with other bounds of registers, depths of the pipeline and blocks called ahead; and, where cuts are
-named (weight rows a tile, blocks a program, warps), of those with the same; of up to eight rows
-also those that hold their tokens.
+called ahead decide how early the next kernel's programs find room. Layers are norm, qkv, rotary,
+attention, o, norm, gate_up and down, one after another in one CUDA graph, with as many copies of
+the weights as layers. From the tilings of the table on, one product after the other takes the best
+of its own with other bounds of registers, depths of the pipeline and blocks called ahead; and,
+where cuts are named (weight rows a tile, blocks a program, warps), of those with the same; of up to
+eight rows also those that hold their tokens.
 
 The pipeline's shared memory decides how many programs an SM can hold, too. Where that is more than
 its share, those that come while the kernel before ends may crowd on the SMs that are free first
@@ -42,6 +42,7 @@ from rackmount_quant.kernels.tuning import AnyTiling, Tiling
 from rackmount_registry.offers import import_attribute
 
 LAYERS = 4
+BLOCK_SIZE = 16
 ROUNDS = 7
 PREFETCH = [0, 1, 2, 4]
 STAGES = [3, 4, 6]
@@ -54,6 +55,7 @@ REGISTERS: Mapping[int, tuple[int | None, ...]] = {
 ORDER = ("gate_up", "down", "qkv", "o")
 SHAPES = {name: MODELS["llama-8b"][name] for name in ORDER}
 HIDDEN = LLAMA.num_heads * LLAMA.head_size
+HEADS = (LLAMA.num_heads, LLAMA.num_kv_heads, LLAMA.num_kv_heads)
 
 Tilings = dict[str, AnyTiling | None]
 Cuts = Mapping[str, list[tuple[int, int, int]]]
@@ -80,9 +82,14 @@ class Layers:
         load = decoding(LLAMA, *[context] * rows)
         descriptor = next(each for each in attention_backends() if each.name == "triton")
         factory = import_attribute(descriptor.factory, "triton")
-        self.step = Step(load, factory(context_of(load, 16, DTYPE)), 16, DTYPE)
+        self.step = Step(load, factory(context_of(load, BLOCK_SIZE, DTYPE)), BLOCK_SIZE, DTYPE)
         self.plan = self.step.backend.plan(self.step.batch)
         self.x = torch.randn(rows, HIDDEN, dtype=DTYPE, device="cuda")
+        self.positions = torch.full((rows,), context - 1, device="cuda")
+        block, offset = divmod(context - 1, BLOCK_SIZE)
+        blocks = self.step.batch.block_table[:, block]
+        self.slots = torch.from_numpy(blocks * BLOCK_SIZE + offset).to("cuda")
+        self.angles = torch.rand(context, 2, LLAMA.head_size // 2, device="cuda")
 
     def tuned(self, rows: int) -> Tilings:
         bucket = tuning.BUCKETS[tuning.bucket_of(rows)]
@@ -100,10 +107,14 @@ class Layers:
 
         def layer(index: int, x: Tensor) -> Tensor:
             weights = {name: each[index % LAYERS] for name, each in forms.items()}
-            q, kv = self.step.layers[index % len(self.step.layers)]
+            _, cache = self.step.layers[index % len(self.step.layers)]
             run = self.kernel
-            run.run(TRITON_OPS.rms_norm(x, self.norm, 1e-5), weights["qkv"], None)
-            mixed = self.step.backend.run(q, kv, self.plan, LLAMA, None).flatten(1)
+            qkv = run.run(TRITON_OPS.rms_norm(x, self.norm, 1e-5), weights["qkv"], None)
+            q, k, v = qkv.unflatten(1, (-1, LLAMA.head_size)).split(HEADS, 1)
+            q = TRITON_OPS.rotary_write(
+                q, k, v, self.positions, self.angles, None, None, 1e-5, False, cache, self.slots
+            )
+            mixed = self.step.backend.run(q, cache, self.plan, LLAMA, None).flatten(1)
             x = run.run_add(mixed, weights["o"], None, x)
             gated = run.run_silu_mul(
                 TRITON_OPS.rms_norm(x, self.norm, 1e-5), weights["gate_up"], None

@@ -19,12 +19,13 @@ from rackmount_backends.triton_attention.decode import Workspace, decode_launch
 from rackmount_registry.attention import AttentionParams, DeviceTables, KVScales
 
 torch.set_default_device("meta")
-capability, kind, head_size, group = int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:])
+capability, kind = int(sys.argv[1]), sys.argv[2]
+head_size, group, contexts = map(int, sys.argv[3:])
 dtype = torch.float32 if kind == "float32" else torch.bfloat16
 kv_dtype = torch.float8_e4m3fn if kind == "fp8" else dtype
 params = AttentionParams(num_heads=2 * group, num_kv_heads=2, head_size=head_size, scale=0.1)
 shape = head_size, group, kv_dtype.itemsize
-chosen = tiles.decode_tiles(*shape, divmod(capability, 10))
+chosen = tiles.decode_tiles(*shape, divmod(capability, 10), contexts)
 resident = tiles.resident_programs(chosen, *shape, divmod(capability, 10))
 ints = torch.empty(3, dtype=torch.int32)
 q = torch.empty(2, 2 * group, head_size, dtype=dtype)
@@ -62,14 +63,15 @@ print(made.metadata.shared, tiles.shared_bytes(chosen, *shape), resident, room)
         ("fp8", 256, 8),
     ],
 )
+@pytest.mark.parametrize("contexts", [1, 4])
 @pytest.mark.parametrize("capability", [80, 89, 90])
 def test_programs_take_what_is_counted_with(
-    capability: int, kind: str, head_size: int, group: int
+    capability: int, contexts: int, kind: str, head_size: int, group: int
 ) -> None:
     if kind == "fp8" and capability < 89:
         pytest.skip("has no FP8")
     process = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *map(str, (capability, kind, head_size, group))],
+        [sys.executable, "-c", PROGRAM, *map(str, (capability, kind, head_size, group, contexts))],
         env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
         capture_output=True,
         text=True,

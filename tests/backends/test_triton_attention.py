@@ -14,7 +14,7 @@ from tests.helpers import attention
 from tests.helpers.attention import Case, Request, decoding
 from tests.helpers.interpreter import mend_casts, mend_loops
 
-from rackmount_backends.triton_attention import backend
+from rackmount_backends.triton_attention import backend, tiles
 from rackmount_backends.triton_attention import decode as decode_module
 from rackmount_backends.triton_attention.backend import TritonAttention
 from rackmount_backends.triton_attention.prefill import list_tiles
@@ -147,6 +147,19 @@ def test_a_long_request_is_not_cut_into_more_parts_than_are_worth_a_merge(
     assert int(levels.isfinite().sum()) == 11 * LAYER.num_heads
 
 
+def test_many_requests_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many fit a multiprocessor where their pipelines are short: then none is cut, and what
+    fewer requests leave of theirs still fits the workspace."""
+    monkeypatch.setattr(tiles, "LEAST_SHARED_BYTES", tiles.SHARED_BYTES[9, 0])
+    params = replace(LAYER, head_size=128)
+    few, many = decoding(100, 200, 300), decoding(*[64 * 8] * 15)
+    for requests, parts in ((few, True), (many, False)):
+        case = make_case(requests, params=params, dtype=torch.float16)
+        levels = case.backend._workspace.levels.fill_(float("nan"))
+        assert_close(case)
+        assert bool(levels.isfinite().any()) == parts
+
+
 def test_requests_without_tokens_are_passed_over() -> None:
     """Their rows are left as they are: nobody reads them."""
     case = make_case(decoding(1, 70, 1, 1, 200, 1))
@@ -211,5 +224,5 @@ def test_any_batch_equals_the_definition(
 
 def test_tiles_cover_every_chunk_once_and_the_longest_context_comes_first() -> None:
     query_lens, seq_lens = np.array([5, 1, 70, 32]), np.array([5, 9, 100, 500])
-    tiles = list_tiles(np.array([0, 2, 3]), query_lens, seq_lens, 32)
-    assert tiles.tolist() == [[3, 0], [2, 64], [2, 32], [2, 0], [0, 0]]
+    listed = list_tiles(np.array([0, 2, 3]), query_lens, seq_lens, 32)
+    assert listed.tolist() == [[3, 0], [2, 64], [2, 32], [2, 0], [0, 0]]

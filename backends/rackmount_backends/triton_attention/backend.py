@@ -4,7 +4,7 @@ What any step may launch begins to be compiled, in threads, when the backend is 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -64,9 +64,13 @@ class TritonAttention:
         self._capability = torch.cuda.get_device_capability(context.device) if on_gpu else (0, 0)
         self._processors = num_processors(context.device)
         self._all = torch.arange(context.max_num_seqs, dtype=torch.int32, device=context.device)
+        places = {
+            p: 2 * p.num_heads * max(self._programs(p, n) for n in (1, context.max_num_seqs))
+            for p in context.layers
+        }
         self._workspace = Workspace(
-            partials=max(2 * self._programs(p) * p.num_heads * p.head_size for p in context.layers),
-            levels=max(2 * self._programs(p) * p.num_heads for p in context.layers),
+            partials=max(count * p.head_size for p, count in places.items()),
+            levels=max(places.values()),
             counts=max(context.max_num_seqs * p.num_kv_heads for p in context.layers),
             device=context.device,
         )
@@ -75,7 +79,8 @@ class TritonAttention:
             self._compile(params)
 
     def _compile(self, params: AttentionParams) -> None:
-        """For every step: the shortest and the longest chunk have all tiles that prefill takes."""
+        """For every step: the shortest and the longest chunk have all tiles that prefill takes, and
+        one request and as many as there may be have those of decoding."""
         context, heads, size = self._context, params.num_kv_heads, params.head_size
         spec = CacheSpec(num_kv_heads=heads, head_size=size, dtype=context.kv_dtype)
         shape = CACHE_LAYOUTS["slots"].shape(spec, context.block_size)
@@ -95,8 +100,10 @@ class TritonAttention:
                 block_table=np.zeros((2, context.max_blocks), np.int32),
                 on_device=tables,
             )
-            for kernel, _, given in self._launches(q, q, cache, self.plan(batch), params, scales):
-                self._ahead.start(kernel, traits(kernel, given), given)
+            plan = self.plan(batch)
+            for each in (plan, replace(plan, decoding=self._all)):
+                for kernel, _, given in self._launches(q, q, cache, each, params, scales):
+                    self._ahead.start(kernel, traits(kernel, given), given)
 
     def plan(self, batch: AttentionBatch) -> Plan:
         """Lists the tiles of what is not decoding; decoding needs the device's tables alone."""
@@ -160,7 +167,7 @@ class TritonAttention:
                 block_size=self._context.block_size,
                 tiles=prefilling.tiles,
             )
-        if len(plan.decoding):
+        if num_requests := len(plan.decoding):
             yield decode_launch(
                 out,
                 q,
@@ -172,25 +179,30 @@ class TritonAttention:
                 max_requests=self._context.max_num_seqs,
                 block_size=self._context.block_size,
                 workspace=self._workspace,
-                programs=self._programs(params),
-                tiles=self._tiles(params),
-                registers=registers(self._tiles(params), self._resident(params)),
+                programs=self._programs(params, num_requests),
+                tiles=self._tiles(params, num_requests),
+                registers=registers(
+                    self._tiles(params, num_requests), self._resident(params, num_requests)
+                ),
             )
 
-    def _tiles(self, params: AttentionParams) -> DecodeTiles:
-        return decode_tiles(*self._shape(params), self._capability)
+    def _tiles(self, params: AttentionParams, num_requests: int) -> DecodeTiles:
+        contexts = num_requests * params.num_kv_heads / self._processors
+        return decode_tiles(*self._shape(params), self._capability, contexts)
 
-    def _resident(self, params: AttentionParams) -> int:
-        return resident_programs(self._tiles(params), *self._shape(params), self._capability)
+    def _resident(self, params: AttentionParams, num_requests: int) -> int:
+        tiles = self._tiles(params, num_requests)
+        return resident_programs(tiles, *self._shape(params), self._capability)
 
     def _shape(self, params: AttentionParams) -> tuple[int, int, int]:
         """Head size, query heads of a key head, bytes of an element of the cache."""
         group = params.num_heads // params.num_kv_heads
         return params.head_size, group, self._context.kv_dtype.itemsize
 
-    def _programs(self, params: AttentionParams) -> int:
+    def _programs(self, params: AttentionParams, num_requests: int) -> int:
         """Programs per key head of a decode launch: as many as the GPU holds at once."""
-        return max(1, self._processors * self._resident(params) // params.num_kv_heads)
+        resident = self._resident(params, num_requests)
+        return max(1, self._processors * resident // params.num_kv_heads)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         """On the device, without waiting for it."""

@@ -12,6 +12,8 @@ LEAST_SHARED_BYTES = 99 * 2**10
 """Of the others, at least."""
 MOST_WARPS, MOST_FP8_WARPS = 16, 12
 """Of the decode kernel, on a multiprocessor: registers allow no more."""
+FULL = 0.9
+"""So much of a multiprocessor's programs is as good as all."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,15 +44,22 @@ def padded(size: int) -> int:
 
 
 def decode_tiles(
-    head_size: int, group: int, itemsize: int, capability: tuple[int, int]
+    head_size: int, group: int, itemsize: int, capability: tuple[int, int], contexts: float
 ) -> DecodeTiles:
-    """`group` query heads share a key head; `itemsize` bytes an element of the cache.
+    """`group` query heads share a key head; `itemsize` bytes an element of the cache. A
+    multiprocessor has so many `contexts` to read, each of a request for a key head.
 
-    On an H200 in bfloat16 with head size 128 these are the best or within 4 % of it for 1, 64 and
-    256 requests of 1100 tokens and for few of 4096 and 8192; 16 requests of 1100 tokens take up to
-    13 % less with three stages (`benchmarks/results/h200/attention_decode_shares.json`). Where two
-    programs of four stages do not fit an SM they have three, or what does fit. An FP8 cache has
+    On an H200 in bfloat16 with head size 128 four stages are the best or within 4 % of it for 1, 64
+    and 256 requests of 1100 tokens and for few of 4096 and 8192; 16 requests of 1100 tokens take up
+    to 13 % less with three stages (`benchmarks/results/h200/attention_decode_shares.json`). Where
+    two programs of four stages do not fit an SM they have three, or what does fit. An FP8 cache has
     three by analogy to what was measured before.
+
+    With two stages an SM holds twice as many programs. Where each then has a context of its own or
+    more, fewer are cut: within a layer of Llama 3.1 8B 64 requests of 300 to 1100 tokens take 2 to
+    3 us less, 128 and 256 take 3 to 4, and 64 of 4096 and 8192 the same
+    (`benchmarks/results/h200/decode_tiles_in_layers.json`). Alone 256 requests take 1 % more with
+    four key heads, and 1 % less with eight.
     """
     most_bytes, block_n = (128, 128) if itemsize == 1 else (256, 64)
     if padded(head_size) * itemsize > most_bytes:
@@ -58,7 +67,9 @@ def decode_tiles(
     room = SHARED_BYTES.get(capability, LEAST_SHARED_BYTES)
     four = DecodeTiles(block_n=block_n, num_warps=4, num_stages=4)
     if itemsize > 1 and room >= 2 * shared_bytes(four, head_size, group, itemsize):
-        return four
+        two = replace(four, num_stages=2)
+        programs = resident_programs(two, head_size, group, itemsize, capability)
+        return two if itemsize == 2 and contexts >= FULL * programs else four
     for tiles in (
         replace(four, num_stages=3),
         replace(four, num_stages=2),

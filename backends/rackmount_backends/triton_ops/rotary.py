@@ -11,6 +11,10 @@ from rackmount_backends.triton_ops.launch import LANES, block_of, warps_for
 from rackmount_backends.triton_ops.operation import Launch, Operation
 from rackmount_registry.device.launch import launch_options
 
+EARLY_TOKENS = 4
+"""From here on attention may start while the product before still runs: its programs have equal
+shares and fill the GPU whoever ends first. On an H200 a layer of Llama 3.1 8B in four bits takes
+1 us less at 4 and 8 requests and 2 to 3 at 64; 0.5 and 0.9 more at 1 and 2, where few have work."""
 MANY_TOKENS = 128
 """From here on tokens fill the GPU: a program takes all heads of its token, up to
 `MAX_ELEMENTS`."""
@@ -154,14 +158,18 @@ def rotary_write_kernel(
     PAIRED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     QUERIES: tl.constexpr = H // PARTS
     KEYS: tl.constexpr = G // PARTS
     token, part, kind = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    if EARLY:
+        gdc_launch_dependents()
     if PDL:
         gdc_wait()
-        gdc_launch_dependents()
+        if not EARLY:
+            gdc_launch_dependents()
     angles = table
     if table is not None:
         angles += tl.load(positions + token).to(tl.int64) * PAIRED
@@ -213,9 +221,8 @@ def _rotary_write(
     assert q.stride(2) == k.stride(2) == v.stride(2) == cache.stride(3) == 1
     small = (positions, slots, table, q_norm, k_norm, k_scale, v_scale, q_map, k_map)
     assert all(t is None or t.is_contiguous() for t in small)
-    num_tokens, heads, size = q.shape
+    (num_tokens, heads, size), groups = q.shape, k.shape[1]
     assert size % 2 == 0
-    groups = k.shape[1]
     out = torch.empty((num_tokens, heads, size), dtype=q.dtype, device=q.device)
     parts = parts_of(num_tokens, heads, groups, size)
     elements = block_of(heads // parts) * block_of(size)
@@ -251,13 +258,14 @@ def _rotary_write(
         "PAIRED": 2 * table.shape[2] if table is not None else size,
         "INTERLEAVED": interleaved and table is not None,
         "PARTS": parts,
+        "EARLY": launch_options(q.device)["PDL"] and num_tokens >= EARLY_TOKENS,
         "num_warps": min(warps, MAX_WARPS),
         **launch_options(q.device),
     }
     return out, [(rotary_write_kernel, (num_tokens, parts, 3), given)]
 
 
-rotary_write = Operation(_rotary_write, by_row=3, rows=(1, MANY_TOKENS))
+rotary_write = Operation(_rotary_write, by_row=3, rows=(1, EARLY_TOKENS, MANY_TOKENS))
 """See `ops.rotary_write`."""
 
 
