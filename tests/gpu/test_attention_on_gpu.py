@@ -88,6 +88,17 @@ def test_any_heads(
 
 
 @each_backend
+@pytest.mark.parametrize("longest", [64, 700, 2100])
+def test_more_requests_than_fill_the_gpu(offer: Offer[AttentionBackend], longest: int) -> None:
+    """Twice, so that what is counted while parts are merged is back at zero."""
+    params = AttentionParams(num_heads=32, num_kv_heads=8, head_size=128, scale=128**-0.5)
+    lengths = np.random.default_rng(longest).integers(1, longest, 70, endpoint=True)
+    case = case_of(offer, decoding(*lengths.tolist()), params=params, phases=("decode",))
+    for _ in range(2):
+        assert_close(case.run(), case)
+
+
+@each_backend
 @pytest.mark.parametrize("kv_scales", [PER_TENSOR, PER_HEAD], ids=["tensor", "head"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("head_size", [64, 80, 128, 256])
