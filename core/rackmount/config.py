@@ -91,8 +91,9 @@ class EngineConfig:
     """Capture no CUDA graphs."""
     max_graph_tokens: int = 256
     """Most tokens of a step with prompts that is a CUDA graph; larger ones run eagerly, which is no
-    slower where the device takes longer to run them than the host to launch them. Each size takes
-    its time to capture, and memory."""
+    slower where the device takes longer to run them than the host to launch them: models of less
+    than some billions of parameters gain by more. Each size takes its time to capture, and
+    memory."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs; None is on GPUs alone."""
     load_format: str = "auto"
