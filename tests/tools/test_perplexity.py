@@ -166,10 +166,11 @@ def test_the_command_writes_what_it_prints(
 
 def test_data_that_is_no_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin").write_bytes(b"caf\xe9")
-    for name in ("latin", "absent"):
+    (tmp_path / "empty").touch()
+    for name in ("latin", "empty", "absent"):
         outcome = run(tmp_path, "--data", str(tmp_path / name))
         assert outcome.exit_code == 2
-        assert "must be a file of text in UTF-8" in outcome.output
+        assert "must be a file of text in UTF-8" in outcome.output and name in outcome.output
 
 
 def record(folder: Path, tmp_path: Path, *more: str) -> dict[str, Any]:

@@ -55,12 +55,15 @@ def read_text(file: Path) -> str:
     """The whole file.
 
     Raises:
-        ConfigError: there is none, or it is no text in UTF-8.
+        ConfigError: there is none, or it is empty or no text in UTF-8.
     """
     try:
-        return file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data={str(file)!r} must be a file of text in UTF-8: {error}") from error
+    if not text:
+        raise ConfigError(f"data={str(file)!r} must be a file of text in UTF-8, and is empty")
+    return text
 
 
 def context_of(
