@@ -65,7 +65,7 @@ class TritonAttention:
         self._processors = num_processors(context.device)
         self._all = torch.arange(context.max_num_seqs, dtype=torch.int32, device=context.device)
         places = {
-            p: 2 * p.num_heads * max(self._programs(p, n) for n in (1, context.max_num_seqs))
+            p: 2 * p.num_heads * max(self._cut(p, n)[1] for n in (1, context.max_num_seqs))
             for p in context.layers
         }
         self._workspace = Workspace(
@@ -167,7 +167,8 @@ class TritonAttention:
                 block_size=self._context.block_size,
                 tiles=prefilling.tiles,
             )
-        if num_requests := len(plan.decoding):
+        if len(plan.decoding):
+            tiles, programs, most_registers = self._cut(params, len(plan.decoding))
             yield decode_launch(
                 out,
                 q,
@@ -179,30 +180,21 @@ class TritonAttention:
                 max_requests=self._context.max_num_seqs,
                 block_size=self._context.block_size,
                 workspace=self._workspace,
-                programs=self._programs(params, num_requests),
-                tiles=self._tiles(params, num_requests),
-                registers=registers(
-                    self._tiles(params, num_requests), self._resident(params, num_requests)
-                ),
+                programs=programs,
+                tiles=tiles,
+                registers=most_registers,
             )
 
-    def _tiles(self, params: AttentionParams, num_requests: int) -> DecodeTiles:
-        contexts = num_requests * params.num_kv_heads / self._processors
-        return decode_tiles(*self._shape(params), self._capability, contexts)
-
-    def _resident(self, params: AttentionParams, num_requests: int) -> int:
-        tiles = self._tiles(params, num_requests)
-        return resident_programs(tiles, *self._shape(params), self._capability)
-
-    def _shape(self, params: AttentionParams) -> tuple[int, int, int]:
-        """Head size, query heads of a key head, bytes of an element of the cache."""
-        group = params.num_heads // params.num_kv_heads
-        return params.head_size, group, self._context.kv_dtype.itemsize
-
-    def _programs(self, params: AttentionParams, num_requests: int) -> int:
-        """Programs per key head of a decode launch: as many as the GPU holds at once."""
-        resident = self._resident(params, num_requests)
-        return max(1, self._processors * resident // params.num_kv_heads)
+    def _cut(self, params: AttentionParams, num_requests: int) -> tuple[DecodeTiles, int, int]:
+        """Of a decode launch: its tiles, programs per key head, which are as many as the GPU holds
+        at once, and registers of a thread."""
+        heads = params.num_kv_heads
+        shape = params.head_size, params.num_heads // heads, self._context.kv_dtype.itemsize
+        contexts = num_requests * heads / self._processors
+        tiles = decode_tiles(*shape, self._capability, contexts)
+        resident = resident_programs(tiles, *shape, self._capability)
+        programs = max(1, self._processors * resident // heads)
+        return tiles, programs, registers(tiles, resident)
 
     def _upload(self, array: np.ndarray) -> Tensor:
         """On the device, without waiting for it."""
