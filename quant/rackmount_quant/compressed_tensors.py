@@ -66,6 +66,8 @@ class CompressedTensorsScheme:
         self._groups: list[Group] = []
         if groups is not None:
             self._groups += [_read_group(groups, name, form) for name in names]
+        if sum(group.linear for group in self._groups) > 1:
+            raise config.error("config_groups", f"must target {LINEAR} in one group alone")
         config.require_all_read(HARMLESS)
 
     def format_for(self, name: str, shape: tuple[int, int], role: Role) -> StoredFormat | None:

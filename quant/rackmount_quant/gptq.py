@@ -48,7 +48,8 @@ class Layout:
     act_order: bool
     """Columns are in any group: `g_idx` says which."""
     symmetric: bool
-    """Zero points are in the middle. They are stored all the same, and read as they are."""
+    """Zero points are in the middle. They are stored all the same, and read as they are; but if all
+    are one other number, the checkpoint's version is another."""
     zeros_less_one: bool
 
     @classmethod
@@ -196,12 +197,14 @@ def _finish(
             "are not"
         )
     if groups is not None and not spread:
-        _require_order(groups, in_features if layout.group == -1 else layout.group)
+        _require_order(groups, layout.group, in_features, tensors["scales"].shape[-2])
         groups = None
     words = tensors["qweight"].mT.contiguous()
     zeros = unpack_parts(tensors["qzeros"], parts, bits)
     if layout.zeros_less_one:
         zeros = (zeros + 1) & (2**bits - 1)
+    if layout.symmetric:
+        _require_middle(zeros, bits, layout.zeros_less_one)
     return group_weight(
         words if bits == 4 else unpack(words, bits)[..., :in_features],
         tensors["scales"].mT,
@@ -214,12 +217,33 @@ def _finish(
     )
 
 
-def _require_order(groups: Tensor, size: int) -> None:
-    """Holds that groups follow one another: ranks have shares of the scales then."""
+def _require_order(groups: Tensor, group: int, in_features: int, num_groups: int) -> None:
+    """Holds that groups follow one another: each rank has a share of so many of the scales then,
+    the first one that from 0 on."""
+    size = in_features if group == -1 else group
     expected = torch.arange(groups.shape[-1], device=groups.device) // size
-    if not torch.equal(groups - groups[..., :1], expected.to(groups).expand_as(groups)):
+    first = groups[..., :1]
+    if not torch.equal(groups - first, expected.to(groups).expand_as(groups)):
         raise CheckpointError(
             "g_idx has columns out of the order of their groups, and desc_act is not set"
+        )
+    share = torch.zeros_like(first) if group == -1 else first // num_groups * num_groups
+    if int(first.min()) < 0 or not torch.equal(first, share):
+        raise CheckpointError(
+            f"g_idx must begin with group 0, or a share of {num_groups} groups with a multiple of "
+            f"that, and begins with {int(first.flatten()[0])}"
+        )
+
+
+def _require_middle(zeros: Tensor, bits: int, less_one: bool) -> None:
+    """Holds that not all of symmetric zero points are beside the middle: then they were stored for
+    another version, and would move every value."""
+    middle, first = 1 << (bits - 1), int(zeros.flatten()[0])
+    if first != middle and bool((zeros == first).all()):
+        read = "gptq, which stores one less" if less_one else "gptq_v2"
+        raise CheckpointError(
+            f"qzeros are all {first} as checkpoint_format {read}, and {middle} by sym: one of the "
+            "two is wrong"
         )
 
 

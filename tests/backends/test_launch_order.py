@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("backends", "quant", "moe")
 NO_PRODUCT_FOLLOWS = {"build_batch_kernel", "survey_kernel", "choose_kernel"}
 """They stand at the ends of a step."""
+ATTENTION_FOLLOWS = {"rotary_write_kernel"}
+"""Of several tokens it says so at once, of few when it has waited."""
 
 
 def kernels() -> Iterator[tuple[str, list[str]]]:
@@ -30,8 +32,9 @@ def kernels() -> Iterator[tuple[str, list[str]]]:
 def test_kernels_wait_before_the_next_may_start(name: str, order: list[str]) -> None:
     assert set(order) <= {"gdc_wait", "gdc_launch_dependents"}
     waits_first = order[0] == "gdc_wait"
-    assert waits_first != (name in NO_PRODUCT_FOLLOWS)
-    assert order.count("gdc_wait") >= order.count("gdc_launch_dependents")
+    assert waits_first != (name in NO_PRODUCT_FOLLOWS | ATTENTION_FOLLOWS)
+    spoken = order.count("gdc_launch_dependents") - (name in ATTENTION_FOLLOWS)
+    assert order.count("gdc_wait") >= spoken
 
 
 def test_all_kernels_are_found() -> None:

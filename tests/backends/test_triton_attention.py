@@ -160,6 +160,16 @@ def test_many_requests_have_programs_of_their_own(monkeypatch: pytest.MonkeyPatc
         assert bool(levels.isfinite().any()) == parts
 
 
+@pytest.mark.parametrize(
+    ("head_size", "contexts", "stages"), [(128, 3.5, 4), (128, 3.7, 2), (64, 8.0, 4)]
+)
+def test_pipelines_are_short_where_that_makes_room(
+    head_size: int, contexts: float, stages: int
+) -> None:
+    """Heads of 64 have as many programs with long ones."""
+    assert tiles.decode_tiles(head_size, 4, 2, (9, 0), contexts).num_stages == stages
+
+
 def test_requests_without_tokens_are_passed_over() -> None:
     """Their rows are left as they are: nobody reads them."""
     case = make_case(decoding(1, 70, 1, 1, 200, 1))

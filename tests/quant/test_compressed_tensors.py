@@ -324,6 +324,10 @@ def test_the_kv_cache_alone_may_be_quantized(groups: Any) -> None:
         ({"format": "mixed-precision"}, "group_0: format=None must be 'pack-quantized'"),
         ({"config_groups": {}}, "config_groups={} must hold a group or more"),
         ({"config_groups": {"W4A16": ["Linear"]}}, "W4A16=['Linear'] must be an object"),
+        (
+            {"config_groups": {key: {"targets": ["Linear"], "weights": W4A16} for key in "ab"}},
+            "must target Linear in one group alone",
+        ),
         ({"transform_config": {"config_groups": {"u": 1}}}, "u=1 must be an object"),
         ({"transform_config": {"config_groups": {}, "u": 1}}, "does not read u"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "must have the format 'dense'"),

@@ -84,6 +84,25 @@ def test_columns_out_of_order_without_desc_act_are_refused() -> None:
         load(stored_as(64), [packed], (8,), 64)
 
 
+@pytest.mark.parametrize("size", [32, -1])
+@pytest.mark.parametrize("first", [1, 3, -3])
+def test_groups_that_begin_elsewhere_without_desc_act_are_refused(first: int, size: int) -> None:
+    packed = gptq_tensors(random_grouped(8, 64, group=64 if size == -1 else size))
+    packed["g_idx"] += first
+    with pytest.raises(CheckpointError, match=rf"g_idx must begin with group 0.* with {first}"):
+        load(stored_as(64, group_size=size), [packed], (8,), 64)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("written", "read"), [("gptq", "gptq_v2"), ("gptq_v2", "gptq")])
+def test_symmetric_zeros_of_another_version_are_refused(bits: int, written: str, read: str) -> None:
+    weight = random_grouped(8, 64, group=32, bits=bits, symmetric=True)
+    packed = gptq_tensors(weight, v2=written == "gptq_v2")
+    load(stored_as(64, bits=bits, checkpoint_format=written), [packed], (8,), 64)
+    with pytest.raises(CheckpointError, match=rf"qzeros are all .* as checkpoint_format {read}"):
+        load(stored_as(64, bits=bits, checkpoint_format=read), [packed], (8,), 64)
+
+
 def test_a_bias_that_the_model_has_not_must_be_zero() -> None:
     weight = random_grouped(8, 64, group=32)
     packed = gptq_tensors(weight) | {"bias": torch.zeros(8).half()}

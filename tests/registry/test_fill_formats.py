@@ -234,6 +234,23 @@ def test_quantized_weights_are_not_drawn() -> None:
         random_mounted(scheme=EightBits())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_scale_of_eight_bits_that_has_digits_is_refused(dtype: torch.dtype) -> None:
+    """It is half of one: another scale belongs to it."""
+
+    class Scaled:
+        def format_for(self, name: str, *rest: object) -> StoredFormat | None:
+            slots = (*DENSE.slots, Slot("weight_scale", (Dim("out"),), "float32"))
+            return StoredFormat("scaled", slots, "dense", DENSE.finish)
+
+    drafted = draft_module(Model, dtype=torch.float32, scheme=Scaled())  # type: ignore[arg-type]
+    tensors = random_tensors(drafted)
+    name = "mlp.down_proj.weight_scale"
+    tensors[name] = tensors[name].to(dtype)
+    with pytest.raises(CheckpointError, match=rf"{name} in .* is float8_\w+, .* needs float32"):
+        mount_draft(drafted, MemoryCheckpoint(tensors))
+
+
 def test_a_plain_weight_is_not_rounded_into_a_place_for_eight_bits() -> None:
     class Eight:
         def format_for(self, name: str, *rest: object) -> StoredFormat | None:

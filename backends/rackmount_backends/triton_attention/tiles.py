@@ -55,9 +55,9 @@ def decode_tiles(
     two programs of four stages do not fit an SM they have three, or what does fit. An FP8 cache has
     three by analogy to what was measured before.
 
-    With two stages an SM holds twice as many programs. Where each then has a context of its own or
-    more, fewer are cut: within a layer of Llama 3.1 8B 64 requests of 300 to 1100 tokens take 2 to
-    3 us less, 128 and 256 take 3 to 4, and 64 of 4096 and 8192 the same
+    Where with two stages an SM holds twice as many programs, and each then has a context of its own
+    or more, fewer are cut: within a layer of Llama 3.1 8B 64 requests of 300 to 1100 tokens take 2
+    to 3 us less, 128 and 256 take 3 to 4, and 64 of 4096 and 8192 the same
     (`benchmarks/results/h200/decode_tiles_in_layers.json`). Alone 256 requests take 1 % more with
     four key heads, and 1 % less with eight.
     """
@@ -68,8 +68,10 @@ def decode_tiles(
     four = DecodeTiles(block_n=block_n, num_warps=4, num_stages=4)
     if itemsize > 1 and room >= 2 * shared_bytes(four, head_size, group, itemsize):
         two = replace(four, num_stages=2)
-        programs = resident_programs(two, head_size, group, itemsize, capability)
-        return two if itemsize == 2 and contexts >= FULL * programs else four
+        few, many = (
+            resident_programs(each, head_size, group, itemsize, capability) for each in (four, two)
+        )
+        return two if itemsize == 2 and many >= 2 * few and contexts >= FULL * many else four
     for tiles in (
         replace(four, num_stages=3),
         replace(four, num_stages=2),

@@ -14,7 +14,8 @@ from rackmount_registry.device.launch import launch_options
 EARLY_TOKENS = 4
 """From here on attention may start while the product before still runs: its programs have equal
 shares and fill the GPU whoever ends first. On an H200 a layer of Llama 3.1 8B in four bits takes
-1 us less at 4 and 8 requests and 2 to 3 at 64; 0.5 and 0.9 more at 1 and 2, where few have work."""
+1 us less at 4, 8 and 32 requests and 2 to 3 at 64, at 16, 128 and 256 the same within 1 us; 0.5 and
+0.9 more at 1 and 2, where few have work (`benchmarks/results/h200/decode_tiles_in_layers.json`)."""
 MANY_TOKENS = 128
 """From here on tokens fill the GPU: a program takes all heads of its token, up to
 `MAX_ELEMENTS`."""

@@ -18,6 +18,8 @@ from rackmount_registry.mount.kv_scales import read_kv_scales
 from rackmount_registry.nn.embedding import OutputHead
 from rackmount_registry.nn.storage import Piece, Source, Storage
 
+NO_SCALES = ("float8_e4m3fn", "float8_e5m2")
+"""Other than float8_e8m0fnu, a power of two."""
 COMPARED_AT_ONCE = 2**22
 """Values of a tied head and of the embedding that are held against each other together."""
 
@@ -156,6 +158,11 @@ def _check(source: Source, info: TensorInfo, dtype: str | None) -> None:
     if info.dtype != dtype and is_rigid:
         needed = dtype or "a floating point type"
         raise CheckpointError(f"{where} is {info.dtype}, the model needs {needed}")
+    if dtype == "float32" and info.dtype in NO_SCALES:
+        raise CheckpointError(
+            f"{where} is {info.dtype}, which scales have only beside others; "
+            f"the model needs {dtype}"
+        )
     if dtype is None and info.dtype.startswith("float8"):
         raise CheckpointError(
             f"{where} is {info.dtype}: values without their scale, which no scheme of its "
