@@ -46,11 +46,12 @@ class AwqScheme:
             ConfigError: another number of bits or another layout than "gemm", values of the wrong
                 kind, or unknown keys.
         """
-        config.get("quant_method")
+        either(config, "quant_method", "method")  # GPTQModel writes both
         key, bits = either(config, "bits", "w_bit")
         if bits != BITS:
             raise config.error(key, f"must be {BITS}, as AWQ has no other")
-        for key in ("version", "format"):
+        choice(config, "pack_dtype", ["int32"], "int32")
+        for key in ("version", "format", "checkpoint_format"):
             _, version = either(config, key, default="gemm")
             if not isinstance(version, str) or version.lower() != "gemm":
                 raise config.error(key, "is another layout than 'gemm', which alone is read")

@@ -83,7 +83,7 @@ class GptqScheme:
             ConfigError: a number of bits or a layout that is not read, values of the wrong kind, or
                 unknown keys.
         """
-        config.get("quant_method")
+        either(config, "quant_method", "method")  # GPTQModel writes both
         key, version = either(config, "checkpoint_format", "format", default="gptq")
         if version not in ("gptq", "gptq_v2"):
             raise config.error(key, "must be 'gptq' or 'gptq_v2'")

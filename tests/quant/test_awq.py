@@ -112,6 +112,13 @@ def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> N
         scheme(**changes)
 
 
+def test_both_spellings_that_gptqmodel_writes_are_read() -> None:
+    names = {"format": "gemm", "checkpoint_format": "gemm", "pack_dtype": "int32"}
+    scheme(method="awq", **names)
+    with pytest.raises(ConfigError, match="method='gptq' disagrees with quant_method='awq'"):
+        scheme(method="gptq", **names)
+
+
 def test_what_transformers_adds_is_harmless() -> None:
     scheme(format="gemm", backend="auto", desc_act=False, sym=True, damp_percent=0.1, meta=None)
 

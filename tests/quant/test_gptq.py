@@ -230,6 +230,12 @@ def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> N
         scheme(**changes)
 
 
+def test_both_spellings_that_gptqmodel_writes_are_read() -> None:
+    scheme(method="gptq", format="gptq", pack_dtype="int32")
+    with pytest.raises(ConfigError, match="method='awq' disagrees with quant_method='gptq'"):
+        scheme(method="awq")
+
+
 def test_how_it_was_made_is_harmless() -> None:
     scheme(
         meta={"quantizer": ["gptqmodel:2.0"]},
