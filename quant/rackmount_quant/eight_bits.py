@@ -96,6 +96,10 @@ def _largest(scales: Tensor, what: str, is_bundle: bool) -> Tensor:
     before. Calibration gives an expert that no token reached 0 or NaN; such are passed over."""
     if not is_bundle:
         return check_scales(scales, what).amax().view(1)
+    if others := int((torch.isinf(scales) | (scales < 0)).sum()):
+        raise CheckpointError(
+            f"{what} must be finite and not negative, and {others} of {scales.numel()} are not"
+        )
     largest = scales.where(torch.isfinite(scales) & (scales > 0), 0).amax().view(1)
     return check_scales(largest, f"the largest {what} of all experts")
 

@@ -110,6 +110,14 @@ def test_experts_that_calibration_never_reached_are_passed_over(
         assert bundle.tensors["input_scale"].tolist() == [largest]
 
 
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, -0.25])
+def test_an_expert_s_input_scale_that_no_calibration_gives_is_refused(wrong: float) -> None:
+    values = {"weight": random_values(4, 6, seed=1), "weight_scale": torch.tensor([0.5])}
+    experts = [[values | {"input_scale": torch.tensor([scale])}] for scale in (0.5, wrong)]
+    with pytest.raises(CheckpointError, match="input_scale must be finite and not negative, and 1"):
+        load_bundle(stored_as(activation_scheme="static"), experts, (4,), 6)
+
+
 @pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float8_e8m0fnu])
 @pytest.mark.parametrize(("parts", "size"), [((256,), 128), ((100, 130), 300), ((1, 128, 5), 1)])
 def test_blocks_are_multiplied_by_what_is_called_an_inverse(

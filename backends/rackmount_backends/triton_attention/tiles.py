@@ -58,8 +58,8 @@ def decode_tiles(
     Where with two stages an SM holds twice as many programs, and each then has a context of its own
     or more, fewer are cut: within a layer of Llama 3.1 8B 64 requests of 300 to 1100 tokens take 2
     to 3 us less, 128 and 256 take 3 to 4, and 64 of 4096 and 8192 the same
-    (`benchmarks/results/h200/decode_tiles_in_layers.json`). Alone 256 requests take 1 % more with
-    four key heads, and 1 % less with eight.
+    (`benchmarks/results/h200/decode_tiles_in_layers.json`). Alone 256 requests of 1100 take 0.9 %
+    more with four key heads, and 0.5 % less with eight (`attention_decode_shares.json`).
     """
     most_bytes, block_n = (128, 128) if itemsize == 1 else (256, 64)
     if padded(head_size) * itemsize > most_bytes:
