@@ -435,18 +435,19 @@ def test_what_a_model_cannot_is_refused(llama: Path, tmp_path: Path) -> None:
         calibrated(moe, tmp_path / "4", {})
 
 
-def test_the_command_says_what_it_saw(llama: Path, tmp_path: Path) -> None:
-    (tmp_path / "text").write_text(TEXT)
-    asked = ["calibrate", str(llama), "--data", str(tmp_path / "text"), "--out"]
-    asked += [str(tmp_path / "out"), "--device", "cpu", "--context", "32", "--kv-scales", "head"]
-    outcome = CliRunner().invoke(build_app(plugins()), asked)
-    assert outcome.exit_code == 0, outcome.output
-    assert "keys reach" in outcome.output and "(in layer" in outcome.output
-    assert {file.name for file in (tmp_path / "out").iterdir()} >= {
-        "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
-    }  # fmt: skip
-    readable = (tmp_path / "out" / "model.safetensors").stat().st_mode
-    assert readable == (tmp_path / "out" / "config.json").stat().st_mode
+@pytest.mark.parametrize("asked", [{"weights": "int4"}, {"weights": "int4-asym"}])
+def test_weights_that_do_not_fit_a_format_are_refused_before_any_is_read(
+    llama: Path, tmp_path: Path, asked: dict[str, Any]
+) -> None:
+    stages: list[str] = []
+    with pytest.raises(ConfigError, match="has 128 columns, no multiple of group_size=48"):
+        calibrated(
+            llama,
+            tmp_path / "out",
+            asked | {"group_size": 48},
+            report=lambda stage, done, total: stages.append(stage),
+        )
+    assert stages == []
 
 
 def test_of_two_runs_at_once_one_has_the_folder(

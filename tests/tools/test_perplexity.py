@@ -121,8 +121,8 @@ def test_windows_of_a_small_text() -> None:
         ([1, 2], 8, 9, None, "stride=9 must be 1 to 8, the tokens of text that a window of"),
         ([1, 2], 8, 8, 0, "stride=8 must be 1 to 7, .* behind the one that begins it"),
         ([1, 2], 8, 0, None, "stride=0 must be 1 to 8"),
-        ([1], 8, 4, None, "a text of 1 tokens has none that follows another"),
-        ([], 8, 4, 0, "a text of 0 tokens"),
+        ([1], 8, 4, None, "a text of 1 tokens has none that follows another; give 2 or more"),
+        ([], 8, 4, 0, "a text of 0 tokens has none that follows another; give 1 or more"),
     ],
 )
 def test_what_cannot_be_scored_is_refused(
@@ -171,6 +171,20 @@ def test_data_that_is_no_text_is_refused(tmp_path: Path) -> None:
         outcome = run(tmp_path, "--data", str(tmp_path / name))
         assert outcome.exit_code == 2
         assert "must be a file of text in UTF-8" in outcome.output and name in outcome.output
+
+
+@pytest.mark.parametrize("num_scored", [1, 999, 1000])
+def test_it_says_where_tokens_are_few(
+    reads: tuple[Path, PreTrainedModel, list[int]], tmp_path: Path, num_scored: int
+) -> None:
+    """Without BOS the first is not scored; with it a text of one token is."""
+    text = tmp_path / "text.txt"
+    text.write_text("a" * (num_scored + (not reads[2])))
+    outcome = run(reads[0], "--data", str(text), "--stride", "32")
+    assert outcome.exit_code == 0, outcome.output
+    assert f"({num_scored} tokens, {num_scored} bytes)" in outcome.stdout
+    few = f"so few tokens, {num_scored}, says little; give 1000 or more"
+    assert (few in outcome.stderr) == (num_scored < 1000)
 
 
 def record(folder: Path, tmp_path: Path, *more: str) -> dict[str, Any]:

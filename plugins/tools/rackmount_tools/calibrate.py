@@ -13,10 +13,20 @@ from typing import Annotated
 import typer
 
 from rackmount import EngineConfig, Model, progress
-from rackmount_tools.calibration import DEFAULT_GROUP_SIZE, Calibration, write_calibrated
+from rackmount_tools.calibration import (
+    DEFAULT_GROUP_SIZE,
+    Calibrated,
+    Calibration,
+    write_calibrated,
+)
 from rackmount_tools.compressed_config import GROUPED, ROUNDINGS
-from rackmount_tools.eval_perplexity import MaxTokens, read_text
+from rackmount_tools.eval_perplexity import Context, MaxTokens, read_text
 from rackmount_tools.observed import Observed
+
+FEW_TOKENS = 1000
+"""Half of SmolLM2's layers reach 93 % of the largest value of 5990 tokens in 1024 of them, 82 % in
+128, 46 % in 3."""
+KV_OWNERS = {"tensor": "layer", "head": "KV head"}
 
 
 def calibrate(
@@ -42,7 +52,7 @@ def calibrate(
             show_default=str(DEFAULT_GROUP_SIZE),
         ),
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens to read at a time.")] = 1024,
+    context: Context = None,
     max_tokens: MaxTokens = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str, typer.Option(help="Of the model while it runs.")] = "auto",
@@ -67,7 +77,7 @@ def calibrate(
         trust_remote_code=trust_remote_code,
     )
     with progress() as report:
-        seen = write_calibrated(
+        done = write_calibrated(
             config,
             out,
             asked,
@@ -76,16 +86,21 @@ def calibrate(
             max_tokens=max_tokens,
             report=report,
         )
-    for line in summary(seen):
+    for line in (*sight(done.seen), *summary(asked, done, out)):
         typer.echo(line)
-    typer.echo(f"written to {out}")
 
 
-def summary(seen: Observed) -> list[str]:
-    """The largest keys and values, and where they were; and what is left out."""
+def sight(seen: Observed) -> list[str]:
+    """What scales are of, and where the largest keys and values were."""
     lines = []
-    if seen.maps_left_out:
-        lines.append("the model's maps of keys are left out; --key-maps finds new ones")
+    if seen.num_tokens:
+        windows = "window" if seen.num_sequences == 1 else "windows"
+        lines.append(f"scales are of {seen.num_tokens} tokens in {seen.num_sequences} {windows}")
+        if seen.num_tokens < FEW_TOKENS:
+            lines.append(
+                "WARNING: these are few, and other text may reach further and be cut off; give "
+                f"{FEW_TOKENS} tokens or more"
+            )
     keys = "mapped keys" if seen.maps else "keys"
     for what, table in ((keys, seen.keys), ("values", seen.values)):
         if table:
@@ -96,3 +111,23 @@ def summary(seen: Observed) -> list[str]:
                 f"(in layer {layer} of {len(reached)})"
             )
     return lines
+
+
+def summary(asked: Calibration, done: Calibrated, out: Path) -> list[str]:
+    """What was written, and where."""
+    lines = []
+    if done.seen.maps_left_out:
+        lines.append("the model's maps of keys are left out; --key-maps finds new ones")
+    if asked.kv_scales != "none":
+        mapped = ", of mapped keys" if asked.key_maps else ""
+        lines.append(f"KV scales: one for each {KV_OWNERS[asked.kv_scales]}{mapped}")
+    rounded = "none rounded"
+    if asked.weights != "none":
+        groups = f" in groups of {asked.num_columns}" if asked.weights in GROUPED else ""
+        inputs = ", inputs with static scales" if asked.static else ""
+        rounded = f"{done.num_rounded} rounded to {asked.weights}{groups}{inputs}"
+    lines.append(f"weights: {rounded}")
+    num_tensors, mib = done.written.num_tensors, done.written.num_bytes / 2**20
+    kinds = [f"{n} {str(dtype).removeprefix('torch.')}" for dtype, n in num_tensors.most_common()]
+    held = f"{num_tensors.total()} tensors, {mib:,.1f} MiB ({', '.join(kinds)})"
+    return [*lines, f"written to {out}: {held}"]

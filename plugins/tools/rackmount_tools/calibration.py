@@ -1,7 +1,7 @@
 """From a model and a text to a checkpoint with scales and rounded weights."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from rackmount_registry.errors import ConfigError, RackmountError, did_you_mean
 from rackmount_registry.formats import QuantizationScheme as QuantizationSchemePart
 from rackmount_registry.plugins import PluginManager
 from rackmount_tools.checkpoint_folder import (
+    Written,
     copy_companions,
     new_folder,
     write_json,
@@ -32,8 +33,8 @@ from rackmount_tools.compressed_config import (
     transform_config,
 )
 from rackmount_tools.observed import Observed, observe
-from rackmount_tools.perplexity import leading_token, windows_of
-from rackmount_tools.rounded_tensors import RoundedTensors
+from rackmount_tools.perplexity import DEFAULT_CONTEXT, leading_token, windows_of
+from rackmount_tools.rounded_tensors import RoundedTensors, formats_of
 
 SECTION = "quantization_config"
 TRANSFORMS = "transform_config"
@@ -91,12 +92,27 @@ class Calibration:
             )
 
     @property
+    def num_columns(self) -> int:
+        """Of a group."""
+        return DEFAULT_GROUP_SIZE if self.group_size is None else self.group_size
+
+    @property
     def static(self) -> bool:
         return self.activations == "static"
 
     @property
     def needs_data(self) -> bool:
         return self.static or self.kv_scales != "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """What was done."""
+
+    seen: Observed
+    num_rounded: int
+    """Logical weights."""
+    written: Written
 
 
 def write_calibrated(
@@ -108,17 +124,19 @@ def write_calibrated(
     text: str | None = None,
     max_tokens: int | None = None,
     report: Report = silent,
-) -> Observed:
-    """Writes the checkpoint, and gives what was seen on the way.
+) -> Calibrated:
+    """Writes the checkpoint; refuses what it can before any weight is read.
 
     Args:
-        config: of the model; what is read at a time has `max_model_len` tokens.
+        config: of the model; what is read at a time has `max_model_len` tokens, or by default
+            `DEFAULT_CONTEXT` and no more than the model has room for.
         text: None where no data is needed.
         max_tokens: of the text, the first ones; None for all.
 
     Raises:
-        ConfigError: a folder with something in it, a model that is quantized in another way, static
-            inputs of experts, or no text where one is needed.
+        ConfigError: a folder with something in it, a model that is quantized in another way, a
+            weight whose shape the format cannot store, static inputs of experts, or no text where
+            one is needed.
         CheckpointError: see its text.
         RackmountError: the model gives NaN, or its weights are not finite.
     """
@@ -126,12 +144,16 @@ def write_calibrated(
     checkpoint = open_model(path, manager, "auto")
     try:
         rack = draft_rack(config, checkpoint.config, manager)
+        if config.max_model_len is None:
+            rack = replace(rack, max_model_len=min(DEFAULT_CONTEXT, rack.max_model_len))
         if rack.kv_dtype == FP8:
             raise ConfigError(
                 f"kv_cache_dtype={config.kv_cache_dtype!r} makes the cache FP8, and scales are of "
                 "keys and values as they are; choose kv_cache_dtype='model'"
             )
         section = _section(checkpoint, rack, asked)
+        scheme = _scheme(section, manager) if asked.weights != "none" else None
+        formats = formats_of(rack.draft, scheme) if scheme else {}
         if asked.key_maps:
             section[TRANSFORMS] = transform_config(
                 {
@@ -157,17 +179,17 @@ def write_calibrated(
             tensors = RoundedTensors(
                 rack=rack,
                 checkpoint=checkpoint,
-                scheme=_scheme(section, manager) if asked.weights != "none" else None,
+                formats=formats,
                 per_head=None if asked.kv_scales == "none" else per_head,
                 static=asked.static,
                 seen=seen,
             )
-            write_tensors(folder, _reported(tensors, report))
+            written = write_tensors(folder, _reported(tensors, report))
             _write_tokenizer(path, checkpoint, config, folder)
             write_json(folder / "config.json", _model_config(checkpoint, rack) | {SECTION: section})
     finally:
         checkpoint.close()
-    return seen
+    return Calibrated(seen=seen, num_rounded=len(formats), written=written)
 
 
 def _section(checkpoint: Checkpoint, rack: Rack, asked: Calibration) -> dict[str, Any]:
@@ -191,7 +213,7 @@ def _section(checkpoint: Checkpoint, rack: Rack, asked: Calibration) -> dict[str
     return quantization_config(
         weights=asked.weights,
         static=asked.static,
-        group_size=DEFAULT_GROUP_SIZE if asked.group_size is None else asked.group_size,
+        group_size=asked.num_columns,
         kv_scales=asked.kv_scales,
         ignore=[n for w in weights if w.role in ("head", "router") for n in w.names],
     )

@@ -2,12 +2,15 @@
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -19,6 +22,14 @@ NOT_COPIED = ("config.json", "*.index.json", "*quant*_config.json")
 """What belongs to the weights."""
 MARK = ".incomplete"
 """A file in a folder that is being written."""
+
+
+@dataclass(kw_only=True)
+class Written:
+    """Tensors that went to files."""
+
+    num_bytes: int = 0
+    num_tensors: Counter[torch.dtype] = field(default_factory=Counter)
 
 
 @contextmanager
@@ -56,11 +67,11 @@ def _made(file: Path) -> bool:
 
 def write_tensors(
     folder: Path, tensors: Iterable[tuple[str, Tensor]], most: int = SHARD_BYTES
-) -> None:
+) -> Written:
     """Streams tensors into "model.safetensors", or into shards of about `most` bytes and an
     index."""
     shards: list[list[str]] = []
-    total = 0
+    written = Written()
     for held in _shards(tensors, most):
         file = folder / _unnumbered(len(shards))
         file.touch()
@@ -68,10 +79,11 @@ def write_tensors(
         save_file(held, file, metadata={"format": "pt"})
         file.chmod(mode)  # else only its owner could read it
         shards.append(list(held))
-        total += sum(tensor.nbytes for tensor in held.values())
+        written.num_bytes += sum(tensor.nbytes for tensor in held.values())
+        written.num_tensors.update(tensor.dtype for tensor in held.values())
     if len(shards) == 1:
         (folder / _unnumbered(0)).rename(folder / "model.safetensors")
-        return
+        return written
     weight_map: dict[str, str] = {}
     for index, names in enumerate(shards):
         final = f"model-{index + 1:05}-of-{len(shards):05}.safetensors"
@@ -79,8 +91,9 @@ def write_tensors(
         weight_map |= dict.fromkeys(names, final)
     write_json(
         folder / "model.safetensors.index.json",
-        {"metadata": {"total_size": total}, "weight_map": weight_map},
+        {"metadata": {"total_size": written.num_bytes}, "weight_map": weight_map},
     )
+    return written
 
 
 def _unnumbered(index: int) -> str:

@@ -35,6 +35,8 @@ class Observed:
     values: dict[int, ScaleSearch] = field(default_factory=dict)
     inputs: dict[str, Tensor] = field(default_factory=dict)
     """Largest magnitude over all features: float32 []."""
+    num_tokens: int = 0
+    num_sequences: int = 0
     maps_left_out: bool = False
     """The model had maps of keys, and scales are those of keys without."""
 
@@ -59,7 +61,7 @@ def observe(
     Raises:
         CheckpointError: as for `fill`.
     """
-    seen = Observed()
+    seen = Observed(num_tokens=sum(map(len, sequences)), num_sequences=len(sequences))
     step = _ObservingStep(rack.device)
     mounted = assemble(
         rack.draft,

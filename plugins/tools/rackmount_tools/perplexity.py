@@ -26,6 +26,7 @@ from rackmount_registry.errors import ConfigError, RackmountError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+DEFAULT_CONTEXT = 1024
 AT_ONCE = 64
 """Windows that are handed to the engine together."""
 
@@ -76,7 +77,10 @@ def windows_of(ids: Sequence[int], context: int, stride: int, bos: int | None) -
     before = [] if bos is None else [bos]
     room = context - len(before)
     if len(ids) + len(before) < 2:
-        raise ConfigError(f"a text of {len(ids)} tokens has none that follows another")
+        raise ConfigError(
+            f"a text of {len(ids)} tokens has none that follows another; give "
+            f"{2 - len(before)} or more"
+        )
     windows, reached = [], 0
     for begin in range(0, len(ids), stride):
         end = min(begin + room, len(ids))

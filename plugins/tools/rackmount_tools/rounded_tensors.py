@@ -1,6 +1,6 @@
 """The tensors of a checkpoint, with weights rounded and scales put beside them."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,6 +12,7 @@ from rackmount_registry.attention import FP8, FP8_MAX
 from rackmount_registry.checkpoint import Checkpoint
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import QuantizationScheme, StoredFormat
+from rackmount_registry.mount import Draft
 from rackmount_registry.nn.storage import LinearPart, Source
 from rackmount_tools.compressed_config import key_map_names
 from rackmount_tools.observed import Observed
@@ -20,14 +21,31 @@ LIMITS = {FP8: FP8_MAX, torch.int8: 127.0}
 """Largest magnitudes of inputs, which are rounded to the type of the weights."""
 
 
+def formats_of(draft: Draft, scheme: QuantizationScheme) -> dict[str, StoredFormat]:
+    """How the logical weights that are rounded are stored, by their names.
+
+    Raises:
+        ConfigError: a shape that the format cannot store, or nothing rounds to the format.
+    """
+    formats = {}
+    for socket in draft.sockets:
+        for part in [part for weight in socket.weights() for part in weight.logical]:
+            if (stored := scheme.format_for(part.name, part.shape, part.role)) is None:
+                continue
+            if stored.encode is None:
+                raise ConfigError(f"{part.name}: nothing rounds weights to {stored.name}")
+            formats[part.name] = stored
+    return formats
+
+
 @dataclass(frozen=True, kw_only=True)
 class RoundedTensors:
     """What is to be written, of a model whose weights are plain, or stay as they are."""
 
     rack: Rack
     checkpoint: Checkpoint
-    scheme: QuantizationScheme | None
-    """How weights are to be stored; None: as they are."""
+    formats: Mapping[str, StoredFormat]
+    """Of `formats_of`; the other weights stay as they are."""
     per_head: bool | None
     """Whether KV heads have a scale each, or layers; None: no scales are written."""
     static: bool
@@ -36,40 +54,30 @@ class RoundedTensors:
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._copied()
-        for part, source, stored in self.rounded:
-            yield from self._round(part, source, stored)
+        for part, source in self._rounded:
+            yield from self._round(part, source, self.formats[part.name])
         if self.per_head is not None:
             yield from self._kv_scales(self.per_head)
             yield from self._key_maps()
 
-    def __len__(self) -> int:
-        return len(self._kept) + len(self.rounded)
-
     @cached_property
-    def rounded(self) -> list[tuple[LinearPart, Source, StoredFormat]]:
-        """Each logical weight that is rounded, and where it is read.
-
-        Raises:
-            ConfigError: a shape that the format cannot store.
-        """
-        if self.scheme is None:
+    def _rounded(self) -> list[tuple[LinearPart, Source]]:
+        """Each logical weight that is rounded, and where it is read."""
+        if not self.formats:  # the model's own may take several tensors for a weight
             return []
-        found = []
+        found, there = [], self.checkpoint.tensors
         for socket in self.rack.draft.sockets:
             for weight in socket.weights():
                 (storage,) = weight.storages.values()
                 for part, piece in zip(weight.logical, storage.pieces, strict=True):
-                    stored = self.scheme.format_for(part.name, part.shape, part.role)
-                    if stored is None:
-                        continue
-                    there = self.checkpoint.tensors
-                    source = next(each for each in piece.sources if each.name in there)
-                    found.append((part, source, stored))
+                    if part.name in self.formats:
+                        source = next(each for each in piece.sources if each.name in there)
+                        found.append((part, source))
         return found
 
     @cached_property
     def _kept(self) -> list[str]:
-        gone = {source.name for _, source, _ in self.rounded}
+        gone = {source.name for _, source in self._rounded}
         if self.per_head is not None:
             gone.update(*(layer.answered for layer in self.rack.draft.attention))
         return [name for name in self.checkpoint.tensors if name not in gone]
@@ -84,8 +92,7 @@ class RoundedTensors:
     def _round(
         self, part: LinearPart, source: Source, stored: StoredFormat
     ) -> Iterator[tuple[str, Tensor]]:
-        if stored.encode is None:
-            raise ConfigError(f"{part.name}: nothing rounds weights to {stored.name}")
+        assert stored.encode is not None, "formats_of has seen to it"
         dense = self.checkpoint.read(source.name, source.index).reshape(part.shape)
         encoded = dict(stored.encode(dense.to(self.rack.device, self.rack.dtype)))
         if self.static:
