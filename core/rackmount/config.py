@@ -89,11 +89,11 @@ class EngineConfig:
     priorities; False else in an `Engine`, which works through what it is given."""
     enforce_eager: bool = False
     """Capture no CUDA graphs."""
-    max_graph_tokens: int = 256
-    """Most tokens of a step with prompts that is a CUDA graph; larger ones run eagerly, which is no
-    slower where the device takes longer to run them than the host to launch them: models of less
-    than some billions of parameters gain by more. Each size takes its time to capture, and
-    memory."""
+    max_graph_tokens: int | None = None
+    """Most tokens of a step with prompts that is a CUDA graph. Larger ones run eagerly, which is no
+    slower where the device takes longer to run them than the host to launch them: None is where
+    that should be, by the size of the model's layers, from 256 to 2048. Each size takes its time to
+    capture, and memory."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs; None is on GPUs alone."""
     load_format: str = "auto"

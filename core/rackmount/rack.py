@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from rackmount.config import DTYPES, EngineConfig
-from rackmount.execution.sizes import decode_sizes, mixed_sizes
+from rackmount.execution.sizes import decode_sizes, mixed_limit, mixed_sizes
 from rackmount.executors.choice import choose_executor
 from rackmount_registry.attention import CACHE_LAYOUTS, FP8, KVCache
 from rackmount_registry.axes import Mesh, Solo
@@ -81,7 +81,9 @@ class Rack:
     def mixed_sizes(self) -> list[int]:
         """Numbers of tokens of the mixed steps that are captured."""
         config = self.config
-        most = min(config.max_graph_tokens, config.max_num_batched_tokens, self.max_model_len)
+        given = config.max_graph_tokens
+        most = mixed_limit(self.draft) if given is None else given
+        most = min(most, config.max_num_batched_tokens, self.max_model_len)
         return mixed_sizes(most) if most else []
 
     @property

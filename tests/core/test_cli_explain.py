@@ -229,7 +229,7 @@ BFLOAT16 = ("--device", "cuda", "--dtype", "bfloat16")
         (
             [*BFLOAT16, "--max-num-seqs", "7"],
             "CUDA graphs: decode steps of 1 to 7 requests (4 sizes), "
-            "mixed steps of up to 256 tokens",
+            "mixed steps of up to 2048 tokens",
         ),
         (
             [*BFLOAT16, "--max-num-seqs", "1", "--max-graph-tokens", "600"],
@@ -244,6 +244,22 @@ BFLOAT16 = ("--device", "cuda", "--dtype", "bfloat16")
 )
 def test_it_is_said_which_steps_are_captured_or_why_none_is(folder, args, line):
     assert line in explain(folder, *args).stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("config", "args", "limit"),
+    [
+        (QWEN3_0_6B, ["--max-num-batched-tokens", "8192"], 2048),
+        (QWEN3_0_6B, ["--max-num-batched-tokens", "300"], 300),
+        (QWEN3_0_6B, ["--max-model-len", "100"], 100),
+        (LLAMA_3_8B, [], 768),
+        (LLAMA_3_70B, [], 256),
+    ],
+)
+def test_mixed_steps_are_captured_as_far_as_the_host_is_slower(tmp_path, config, args, limit):
+    folder = write(tmp_path / "model", config)
+    lines = explain(folder, *BFLOAT16, "--memory-gib", "200", *args).stdout
+    assert f", mixed steps of up to {limit} tokens" in lines
 
 
 @pytest.mark.parametrize(

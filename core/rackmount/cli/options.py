@@ -53,8 +53,9 @@ class EngineOptions:
     ] = None
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
     max_graph_tokens: Annotated[
-        int, _engine("Most tokens of a step with prompts that is a CUDA graph.")
-    ] = 256
+        int | None,
+        _engine("Most tokens of a step with prompts that is a CUDA graph; by the model's size."),
+    ] = None
     async_scheduling: Annotated[
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")
     ] = None

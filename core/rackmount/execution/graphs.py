@@ -171,8 +171,11 @@ class MixedGraphs:
         self._graphs: dict[int, BrokenGraph] = {}
         self._sizes: list[int] = []
         self._recorder = Recorder()
+        self._queries: dict[torch.Size, Tensor] = {}
         self._outs: dict[torch.Size, Tensor] = {}
-        """By shape: layers share one, since each is read before the next is written."""
+        """By shape of a token's heads, for as many tokens as the largest graph has: what goes into
+        attention, and what comes out. All share them, since each is read before the next is
+        written, so that a graph keeps no layer's queries."""
 
     def capture(self, sizes: Iterable[int]) -> None:
         """Captures forwards of so many tokens."""
@@ -190,12 +193,17 @@ class MixedGraphs:
 
         def interrupt(layer: AttentionLayer, q: Tensor) -> Tensor:
             nonlocal graph
+            num_tokens, heads = q.shape[0], q.shape[1:]
+            if heads not in self._queries:  # the largest comes first
+                self._queries[heads] = torch.empty_like(q)
+            kept = self._queries[heads][:num_tokens].copy_(q)
             graph.capture_end()
-            if q.shape not in self._outs:
-                self._outs[q.shape] = torch.zeros_like(q)
-            pieces.append(Piece(graph=graph, layer=layer, q=q, out=self._outs[q.shape]))
+            if heads not in self._outs:
+                self._outs[heads] = torch.zeros_like(q)
+            out = self._outs[heads][:num_tokens]
+            pieces.append(Piece(graph=graph, layer=layer, q=kept, out=out))
             graph = self._recorder.begin()
-            return pieces[-1].out
+            return out
 
         runner.step.interrupt = interrupt
         try:
