@@ -1,11 +1,15 @@
 """Kernels that are compiled in threads."""
 
+import os
 import threading
+import time
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+import rackmount_registry.device.ahead as device_ahead
 from rackmount_registry.device.ahead import AheadCompiler, traits
 
 
@@ -45,6 +49,25 @@ def test_threads_compile_for_the_device_of_who_asked(monkeypatch: pytest.MonkeyP
     ahead.wait()
     assert threading.get_ident() not in kernel.threads and kernel.loaded == kernel.threads
     assert kernel.threads <= entered.keys() and set(entered.values()) == {3}
+
+
+def test_threads_take_the_hash_of_triton_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a third of a second of each, and of Python's lock."""
+    taken: list[int] = []
+
+    @cache
+    def hash_of_triton() -> str:
+        taken.append(threading.get_ident())
+        time.sleep(0.1)
+        return ""
+
+    monkeypatch.setattr(device_ahead, "triton_key", hash_of_triton)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(4))
+    ahead, kernel = AheadCompiler(), Compiled()
+    for key in range(4):
+        ahead.start(kernel, key, {"M": key})
+    ahead.wait()
+    assert len(taken) == 1 and len(kernel.asked) == 4
 
 
 def test_launches_differ_in_what_kernels_are_compiled_for() -> None:

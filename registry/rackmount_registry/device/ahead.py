@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+_hashing = Lock()
 
 
 class AheadCompiler:
@@ -62,6 +65,8 @@ class AheadCompiler:
 
 def _make(kernel: JITFunction, arguments: dict[str, Any]) -> None:
     """All that the first launch would do before it launches."""
+    with _hashing:  # Triton keeps its hash of itself, but each thread that asks meanwhile takes one
+        triton_key()
     compiled = kernel.warmup(grid=(1,), **arguments)
     if compiled is not None:  # what is interpreted is not compiled
         _ = compiled.run  # builds what launches it, and loads both
