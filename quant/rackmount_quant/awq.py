@@ -15,7 +15,7 @@ from rackmount_quant.grouped import group_bytes, group_weight
 from rackmount_quant.names import read_names, substrings
 from rackmount_quant.packing import pack, unpack
 from rackmount_quant.rounding import round_groups
-from rackmount_quant.settings import choice, either, group_size
+from rackmount_quant.settings import choice, either, group_size, refuse_transforms
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import Dim, KVCacheScheme, Role, Slot, StoredFormat, Weight
@@ -25,8 +25,7 @@ BITS, PER_WORD = 4, 8
 HARMLESS_BY_REASON = {
     "how scales were found": """
         act_group_aware batch_size block_name_to_quantize cache_block_outputs damp_percent dataset
-        meta model_seqlen module_name_preceding_first_block pad_token_id tokenizer
-        true_sequential""",
+        model_seqlen module_name_preceding_first_block pad_token_id tokenizer true_sequential""",
     "how other engines run it": """
         do_fuse exllama_config fuse_max_seq_len max_input_length modules_to_fuse""",
     "settings for GPTQ, which transformers 5 adds": "desc_act modules_in_block_to_quantize sym",
@@ -57,6 +56,8 @@ class AwqScheme:
                 raise config.error(key, "is another layout than 'gemm', which alone is read")
         choice(config, "backend", ["auto", "autoawq"], "auto")
         choice(config, "lm_head", [False], False)
+        choice(config, "dynamic", [None, {}])
+        refuse_transforms(config)
         self._group = group_size(config, "group_size", "q_group_size", default=128)
         self._zero_point = choice(config, "zero_point", [True, False], True)
         self._plain = read_names(config, "modules_to_not_convert", kind=substrings)

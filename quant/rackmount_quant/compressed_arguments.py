@@ -18,7 +18,7 @@ from typing import Literal
 
 from rackmount_quant.eight_bits import fp8_blocks, fp8_rows, int8_rows
 from rackmount_quant.integers import Integers, integer_format
-from rackmount_quant.settings import choice, group_size, nested
+from rackmount_quant.settings import CALIBRATION, choice, group_size, nested
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.formats import BLOCK, Activation, Dim, Slot, StoredFormat
 
@@ -30,9 +30,6 @@ STORED_AS = {
     "naive-quantized": ["int", "float"],
 }
 """Format -> types of numbers that it stores."""
-
-CALIBRATION = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
-"""How scales were found, and in which types they are stored, which the tensors tell."""
 
 ACT_ORDERS = {"group": True, "dynamic": True, "weight": False, "static": False}
 """Whether columns are stored out of the order of their groups. True alone once meant "group"."""
@@ -96,11 +93,11 @@ def read_inputs(group: ConfigReader) -> Inputs | None:
 
 def read_weights(
     args: ConfigReader, form: str, inputs: Inputs | None
-) -> tuple[Callable[[int], StoredFormat], int]:
+) -> tuple[Callable[[tuple[int, int]], StoredFormat], int]:
     """`weights` of a config group.
 
     Returns:
-        What gives the format of a weight by its number of columns, and of what that must be a
+        What gives the format of a weight by its shape [out, in], and of what its columns must be a
         multiple.
 
     Raises:
@@ -141,5 +138,5 @@ def read_weights(
     return stored, max(1, group)
 
 
-def _always(stored: StoredFormat) -> Callable[[int], StoredFormat]:
-    return lambda columns: stored
+def _always(stored: StoredFormat) -> Callable[[tuple[int, int]], StoredFormat]:
+    return lambda shape: stored

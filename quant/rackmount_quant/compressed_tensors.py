@@ -30,8 +30,8 @@ class Group:
     patterns: Names
     linear: bool
     """Targets the class `LINEAR`."""
-    stored: Callable[[int], StoredFormat] | None
-    """Columns of a whole weight -> its format; None: plain."""
+    stored: Callable[[tuple[int, int]], StoredFormat] | None
+    """Shape [out, in] of a whole weight -> its format; None: plain."""
     group_size: int
     """What these columns must be a multiple of."""
 
@@ -83,7 +83,7 @@ class CompressedTensorsScheme:
             raise ConfigError(
                 f"{name} has {shape[1]} columns, no multiple of group_size={group.group_size}"
             )
-        return group.stored(shape[1])
+        return group.stored(shape)
 
     def unmet(self, modules: Collection[str]) -> list[str]:
         """Entries of `ignore` and `targets` that mean none of `modules`."""

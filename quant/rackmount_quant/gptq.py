@@ -20,7 +20,7 @@ from rackmount_quant.grouped import group_bytes, group_weight
 from rackmount_quant.names import Names, listed, passes
 from rackmount_quant.packing import fields_per_word, pack, unpack, unpack_parts
 from rackmount_quant.rounding import round_groups
-from rackmount_quant.settings import choice, either, group_size, nested
+from rackmount_quant.settings import choice, either, group_size, nested, refuse_transforms
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.errors import CheckpointError
 from rackmount_registry.formats import Dim, KVCacheScheme, Role, Slot, StoredFormat, Weight
@@ -28,10 +28,10 @@ from rackmount_registry.formats import Dim, KVCacheScheme, Role, Slot, StoredFor
 HARMLESS_BY_REASON = {
     "how values were found": """
         act_group_aware autoround_version batch_size block_name_to_quantize cache_block_outputs
-        damp_auto_increment damp_percent dataset failsafe hyb_act low_gpu_mem_usage meta
-        model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block mse
-        offload_to_disk pad_token_id parallel_packing static_groups tokenizer true_sequential v2
-        v2_alpha""",
+        damp_auto_increment damp_percent dataset failsafe fallback foem gptaq hessian hyb_act
+        low_gpu_mem_usage model_file_base_name model_name_or_path model_seqlen
+        module_name_preceding_first_block mse offload_to_disk pad_token_id parallel_packing smooth
+        smoother static_groups tokenizer true_sequential v2 v2_alpha""",
     "how other engines run it": """
         backend disable_exllama exllama_config max_input_length use_cuda_fp16 use_exllama""",
 }
@@ -89,8 +89,7 @@ class GptqScheme:
             raise config.error(key, "must be 'gptq' or 'gptq_v2'")
         choice(config, "is_marlin_format", [False], False)
         choice(config, "pack_dtype", ["int32"], "int32")
-        for changes_numbers in ("adapter", "rotation"):
-            choice(config, changes_numbers, [None])
+        refuse_transforms(config)
         self._layout = replace(Layout.read(config), zeros_less_one=version == "gptq")
         self._lm_head = choice(config, "lm_head", [True, False], False)
         self._only = _read_modules(config)
@@ -161,19 +160,21 @@ def gptq_format(layout: Layout, in_features: int) -> StoredFormat:
     """
     size = in_features if layout.group == -1 else layout.group
     spread = layout.act_order and layout.group != -1
+    # In order it is all read, so that each rank can hold its share against the whole.
+    order = Dim("in") if spread else Dim("fixed", in_features)
     per = fields_per_word(layout.bits)
     if layout.group == -1 or spread:
         groups = Dim("fixed", -(-in_features // size))
     else:
         groups = Dim("in", size)
-    order = ", act-order" if spread else ""
+    kind = ", act-order" if spread else ""
     return StoredFormat(
-        f"gptq of {layout.bits} bits, group {layout.group}{order}",
+        f"gptq of {layout.bits} bits, group {layout.group}{kind}",
         (
             Slot("qweight", (Dim("in", per), Dim("out")), "int32"),
             Slot("qzeros", (groups, Dim("out", per)), "int32"),
             Slot("scales", (groups, Dim("out")), "float32"),
-            Slot("g_idx", (Dim("part"), Dim("in")), "int32", optional=not spread),
+            Slot("g_idx", (Dim("part"), order), "int32", optional=not spread),
             Slot("bias", (Dim("out"),), "float32", optional=True),
         ),
         f"int{layout.bits}_groups",
@@ -197,7 +198,7 @@ def _finish(
             "are not"
         )
     if groups is not None and not spread:
-        _require_order(groups, layout.group, in_features, tensors["scales"].shape[-2])
+        _require_order(groups, layout.group)
         groups = None
     words = tensors["qweight"].mT.contiguous()
     zeros = unpack_parts(tensors["qzeros"], parts, bits)
@@ -217,21 +218,17 @@ def _finish(
     )
 
 
-def _require_order(groups: Tensor, group: int, in_features: int, num_groups: int) -> None:
-    """Holds that groups follow one another: each rank has a share of so many of the scales then,
-    the first one that from 0 on."""
-    size = in_features if group == -1 else group
-    expected = torch.arange(groups.shape[-1], device=groups.device) // size
-    first = groups[..., :1]
-    if not torch.equal(groups - first, expected.to(groups).expand_as(groups)):
+def _require_order(groups: Tensor, group: int) -> None:
+    """Holds that the groups of all columns, of all ranks, follow one another from 0 on: each rank
+    has so many of the scales then."""
+    num_columns = groups.shape[-1]
+    size = num_columns if group == -1 else group
+    expected = torch.arange(num_columns, device=groups.device) // size
+    if len(wrong := (groups != expected).flatten().nonzero()):
+        at = int(wrong[0])
         raise CheckpointError(
-            "g_idx has columns out of the order of their groups, and desc_act is not set"
-        )
-    share = torch.zeros_like(first) if group == -1 else first // num_groups * num_groups
-    if int(first.min()) < 0 or not torch.equal(first, share):
-        raise CheckpointError(
-            f"g_idx must begin with group 0, or a share of {num_groups} groups with a multiple of "
-            f"that, and begins with {int(first.flatten()[0])}"
+            f"g_idx must be the column // {size}, as desc_act is not set, and of column "
+            f"{at % num_columns} it is {int(groups.flatten()[at])}"
         )
 
 

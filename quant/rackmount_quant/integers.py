@@ -43,14 +43,15 @@ class Integers:
 
 
 def integer_format(
-    kind: Integers, in_features: int, ignored: tuple[Slot, ...] = ()
+    kind: Integers, shape: tuple[int, int], ignored: tuple[Slot, ...] = ()
 ) -> StoredFormat:
-    """The format of a weight with `in_features` columns on all ranks together.
+    """The format of a weight.
 
     Args:
+        shape: [out, in], of all ranks together.
         ignored: tensors of a checkpoint that say how inputs are rounded, which they are not.
     """
-    per, groups = fields_per_word(kind.bits), _groups(kind, in_features)
+    per, groups = fields_per_word(kind.bits), _groups(kind, shape[1])
     scales = (Dim("part"),) if kind.per == "tensor" else (Dim("out"), groups)
     slots = [Slot("weight_scale", scales, "float32"), *ignored]
     if kind.packed:
@@ -70,7 +71,7 @@ def integer_format(
         f"int{kind.bits} by {kind.per} {kind.group}{symmetry}{order}".replace(" -1", ""),
         tuple(slots),
         f"int{kind.bits}_groups",
-        partial(_finish, kind, in_features),
+        partial(_finish, kind, shape),
         partial(_encode, kind, ignored),
         held_bytes=group_bytes(kind.bits, kind.group),
     )
@@ -85,14 +86,14 @@ def _groups(kind: Integers, in_features: int) -> Dim:
 
 def _finish(
     kind: Integers,
-    whole: int,
+    whole: tuple[int, int],
     tensors: Mapping[str, Tensor],
     parts: tuple[int, ...],
     in_features: int,
 ) -> Weight:
     bits = kind.bits
     if kind.packed:
-        _check_columns(tensors.get("weight_shape"), whole)
+        _check_shape(tensors.get("weight_shape"), whole, parts)
         values = tensors["weight_packed"]
         values = values if bits == 4 else unpack(values, bits)[..., :in_features]
     else:
@@ -119,11 +120,27 @@ def _finish(
     )
 
 
-def _check_columns(shape: Tensor | None, whole: int) -> None:
-    """Words are whole, so that a packed tensor's own shape leaves the number of columns open."""
-    if shape is not None and bool((shape[..., 1] != whole).any()):
-        stored = sorted(set(shape[..., 1].flatten().tolist()))
-        raise CheckpointError(f"weight_shape has {stored} columns, and the model needs {whole}")
+def _check_shape(shape: Tensor | None, whole: tuple[int, int], parts: tuple[int, ...]) -> None:
+    """Words are whole, so that a packed tensor's own shape leaves the number of columns open. Rows
+    of a part are as often those of this rank as ranks cut it, which is known of the first part, and
+    for others at most as often."""
+    if shape is None:
+        return
+    here, most = torch.tensor(parts, device=shape.device), whole[0] // parts[0]
+    rows, columns = shape.unbind(-1)
+    if bool((columns != whole[1]).any()):
+        raise CheckpointError(
+            f"weight_shape has {_distinct(columns)} columns, and the model needs {whole[1]}"
+        )
+    if bool(((rows % here != 0) | (rows < here) | (rows > here * most)).any()):
+        times = f", or up to {most} times that" if most > 1 else ""
+        raise CheckpointError(
+            f"weight_shape has {_distinct(rows)} rows, and the model needs {list(parts)}{times}"
+        )
+
+
+def _distinct(numbers: Tensor) -> list[int]:
+    return sorted(set(numbers.flatten().tolist()))
 
 
 def _unsigned(values: Tensor, bits: int) -> Tensor:

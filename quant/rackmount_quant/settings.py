@@ -73,13 +73,25 @@ def kv_cache_scheme(config: ConfigReader, key: str = "kv_cache_scheme") -> KVCac
     choice(scheme, "type", ["float"])
     choice(scheme, "dynamic", [False], False)
     choice(scheme, "symmetric", [True], True)
+    for unused in ("actorder", "block_structure", "group_size"):
+        choice(scheme, unused, [None])
     strategy = choice(scheme, "strategy", ["tensor", "attn_head"], "tensor")
-    scheme.require_all_read(OBSERVED)
+    scheme.require_all_read(CALIBRATION)
     return KVCacheScheme(per="head" if strategy == "attn_head" else "tensor")
 
 
-OBSERVED = frozenset(
-    {"actorder", "block_structure", "group_size", "observer", "observer_kwargs"}
-    | {"scale_dtype", "zp_dtype"}
-)
-"""Keys of compressed-tensors' arguments that say how scales were found, or that are null here."""
+def refuse_transforms(config: ConfigReader) -> None:
+    """Holds that GPTQModel changed no more than how weights are stored: it rotates inputs of some
+    products, and adds low-rank ones. What else its `meta` holds says how values were found.
+
+    Raises:
+        ConfigError: an `adapter` or a `rotation`, in `meta` too.
+    """
+    for place in filter(None, (config, nested(config, "meta"))):
+        for key in ("adapter", "rotation"):
+            choice(place, key, [None])
+
+
+CALIBRATION = frozenset({"observer", "observer_kwargs", "scale_dtype", "zp_dtype"})
+"""Keys of compressed-tensors' arguments that say how scales were found, and in which types they are
+stored, which the tensors tell."""

@@ -161,10 +161,9 @@ class ConfigReader:
             ConfigError: keys are left that nobody read and that are not `harmless`.
         """
         if keys := self.unread(harmless):
-            found = ", ".join(keys)
             raise ConfigError(
-                f"{self._file}: the model does not read {found}, and an ignored key may change its "
-                "numbers; an architecture reads every key or names it harmless"
+                f"{self._file}: rackmount does not read {', '.join(keys)}, and what it passes over "
+                "might change the model's numbers; remove what is sure to change none"
             )
 
     def error(self, key: str, rule: str) -> ConfigError:

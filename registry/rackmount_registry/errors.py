@@ -37,9 +37,10 @@ class RequestError(RackmountError, ValueError):
 
 
 def nearest(name: str, legal: Iterable[str]) -> str | None:
-    """The legal name closest to `name`, or None where none is close."""
-    matches = difflib.get_close_matches(name, list(legal), n=1)
-    return matches[0] if matches else None
+    """The legal name closest to `name`, in upper or lower case, or None where none is close."""
+    by_lower = {each.lower(): each for each in legal}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return by_lower[matches[0]] if matches else None
 
 
 def did_you_mean(name: str, legal: Iterable[str]) -> str:

@@ -78,6 +78,10 @@ def test_an_unknown_sampling_keyword_is_a_type_error_with_the_nearest_name() -> 
             {"quantization": "awq"},
             "quantization='awq' is none of the mounted schemes",
         ),
+        (
+            {"quantization": "FP8"},
+            r"quantization='FP8' \(did you mean 'fp8'\?\) .*: fp8; `rackmount calibrate --weights`",
+        ),
     ],
     ids=str,
 )

@@ -18,6 +18,7 @@ TENSORS = {
     "c.scale": torch.tensor(2.5, dtype=torch.bfloat16),
 }
 CONFIG = {"architectures": ["Tiny"], "hidden_size": 5}
+KV = {"kv_cache_quant_algo": "FP8"}
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -243,6 +244,42 @@ def test_a_file_beside_the_configuration_may_say_how_weights_are_quantized(
     assert open_checkpoint(single).config == expected
     write_json(single / "config.json", CONFIG | {"quantization_config": {"quant_method": "w8"}})
     assert open_checkpoint(single).config["quantization_config"] == {"quant_method": "w8"}
+
+
+@pytest.mark.parametrize(
+    ("stored", "own", "expected"),
+    [
+        # ModelOpt's own file once had more to say.
+        ({"quant_algo": "FP8"}, KV, {"quant_algo": "FP8"} | KV),
+        ({"quant_algo": "FP8"}, {"quant_algo": "NVFP4"} | KV, {"quant_algo": "FP8"} | KV),
+        ({"quant_algo": "FP8"}, {}, {"quant_algo": "FP8"}),
+        ({"quantization": {"quant_algo": "FP8"}}, KV, {"quantization": {"quant_algo": "FP8"} | KV}),
+        ({"quant_method": "w8"}, KV, {"quant_method": "w8"}),
+    ],
+)
+def test_what_modelopt_says_in_its_own_file_alone_is_added(
+    single: Path, stored: dict[str, Any], own: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    stored = {"quant_method": "modelopt"} | stored
+    write_json(single / "config.json", CONFIG | {"quantization_config": stored})
+    write_json(single / "hf_quant_config.json", {"producer": {}, "quantization": own})
+    found = open_checkpoint(single).config["quantization_config"]
+    assert found == {"quant_method": "modelopt"} | expected
+
+
+def test_a_file_of_modelopt_that_holds_no_settings_is_refused(single: Path) -> None:
+    stored = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}
+    write_json(single / "config.json", CONFIG | stored)
+    write_json(single / "hf_quant_config.json", {"quantization": ["FP8"]})
+    with pytest.raises(CheckpointError, match=r"hf_quant_config.json: quantization must be an obj"):
+        open_checkpoint(single)
+
+
+def test_a_file_that_names_its_method_is_of_that(single: Path) -> None:
+    """GPTQModel gives all methods' files one name."""
+    write_json(single / "quantize_config.json", {"bits": 4, "quant_method": "awq"})
+    found = open_checkpoint(single).config["quantization_config"]
+    assert found == {"quant_method": "awq", "bits": 4}
 
 
 def test_two_such_files_are_refused(single: Path) -> None:

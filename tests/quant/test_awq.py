@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers import gptqmodel
 from tests.helpers.packings import awq_tensors, random_grouped
 from tests.helpers.schemes import dense_of, load, load_bundle, read_scheme
 
@@ -110,6 +111,28 @@ def test_what_is_not_converted_is_plain() -> None:
 def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         scheme(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "zero_point"),
+    [
+        ({}, True),
+        ({"zero_point": False}, False),
+        ({"rotation": None, "adapter": None, "meta": None, "dynamic": None}, True),
+    ],
+)
+def test_what_gptqmodel_writes_is_read(changes: Any, zero_point: bool) -> None:
+    found = read_scheme(AwqScheme, {**gptqmodel.AWQ, **changes})
+    stored = found.format_for("model.layers.0.mlp.up_proj", (8, 256), "linear")
+    assert stored == awq_format(128, zero_point=zero_point)
+
+
+@pytest.mark.parametrize("key", gptqmodel.CHANGES_NUMBERS)
+def test_what_gptqmodel_does_to_products_is_refused(key: str) -> None:
+    given = {key: gptqmodel.CHANGES_NUMBERS[key]}
+    for changes in (given, {"meta": {**gptqmodel.META, **given}}, {"dynamic": {".*up": given}}):
+        with pytest.raises(ConfigError, match=f"{key}=|dynamic="):
+            read_scheme(AwqScheme, {**gptqmodel.AWQ, **changes})
 
 
 def test_both_spellings_that_gptqmodel_writes_are_read() -> None:

@@ -1,10 +1,12 @@
 """The scheme gptq: which layouts are read, and that each stays exact."""
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers import gptqmodel
 from tests.helpers.packings import gptq_tensors, random_grouped
 from tests.helpers.schemes import dense_of, load, load_bundle, read_scheme
 
@@ -80,16 +82,20 @@ def test_g_idx_may_be_missing_where_columns_are_in_order() -> None:
 
 def test_columns_out_of_order_without_desc_act_are_refused() -> None:
     packed = gptq_tensors(random_grouped(8, 64, group=32, act_order=True))
-    with pytest.raises(CheckpointError, match="g_idx has columns out of the order"):
+    with pytest.raises(CheckpointError, match="g_idx must be the column // 32"):
         load(stored_as(64), [packed], (8,), 64)
 
 
 @pytest.mark.parametrize("size", [32, -1])
-@pytest.mark.parametrize("first", [1, 3, -3])
+@pytest.mark.parametrize("first", [1, 2, 4, -2])
 def test_groups_that_begin_elsewhere_without_desc_act_are_refused(first: int, size: int) -> None:
+    """By as many groups as there are, too."""
     packed = gptq_tensors(random_grouped(8, 64, group=64 if size == -1 else size))
     packed["g_idx"] += first
-    with pytest.raises(CheckpointError, match=rf"g_idx must begin with group 0.* with {first}"):
+    rule = (
+        rf"g_idx must be the column // {abs(size) if size > 0 else 64}, .* column 0 it is {first}"
+    )
+    with pytest.raises(CheckpointError, match=rule):
         load(stored_as(64, group_size=size), [packed], (8,), 64)
 
 
@@ -228,6 +234,34 @@ def test_routers_are_plain_and_heads_as_the_checkpoint_says() -> None:
 def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         scheme(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {}),
+        ({"rotation": None, "adapter": None, "meta": None}, {}),
+        ({"desc_act": True, "sym": False}, {"act_order": True, "symmetric": False}),
+        ({"format": "gptq_v2", "checkpoint_format": "gptq_v2"}, {"zeros_less_one": False}),
+        (
+            {"dynamic": {".*up": {"bits": 8, "smoother": {"type": "mad"}, "fallback": None}}},
+            {"bits": 8},
+        ),
+    ],
+)
+def test_what_gptqmodel_writes_is_read(changes: Any, expected: dict[str, Any]) -> None:
+    found = read_scheme(GptqScheme, {**gptqmodel.GPTQ, **changes})
+    layout = Layout(bits=4, group=128, act_order=False, symmetric=True, zeros_less_one=True)
+    changed = gptq_format(replace(layout, **expected), 256)
+    assert found.format_for(UP, (8, 256), "linear") == changed
+
+
+@pytest.mark.parametrize("key", gptqmodel.CHANGES_NUMBERS)
+def test_what_gptqmodel_does_to_products_is_refused(key: str) -> None:
+    given = {key: gptqmodel.CHANGES_NUMBERS[key]}
+    for changes in (given, {"meta": {**gptqmodel.META, **given}}, {"dynamic": {".*up": given}}):
+        with pytest.raises(ConfigError, match=key):
+            read_scheme(GptqScheme, {**gptqmodel.GPTQ, **changes})
 
 
 def test_both_spellings_that_gptqmodel_writes_are_read() -> None:

@@ -46,7 +46,7 @@ FORMATS = (
     awq_format(32),
     awq_format(-1, zero_point=False),
     *(gptq_format(layout, 96) for layout in LAYOUTS),
-    *(integer_format(kind, 96) for kind in INTEGERS),
+    *(integer_format(kind, (40, 96)) for kind in INTEGERS),
 )
 
 

@@ -1,12 +1,15 @@
 """The scheme modelopt: its FP8 algorithms in both spellings of the configuration."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.helpers.schemes import load, read_scheme
 
+from rackmount.loading.safetensors_reader import read_configuration
 from rackmount_quant.modelopt import ModelOptScheme
 from rackmount_quant.rounding import round_blocks, round_e4m3
 from rackmount_registry.errors import ConfigError
@@ -14,6 +17,7 @@ from rackmount_registry.formats import KVCacheScheme, StoredFormat
 
 UP = "model.layers.0.mlp.up_proj"
 PRODUCER = {"name": "modelopt", "version": "0.33.0"}
+EIGHT = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
 def scheme(nested: bool = False, **settings: Any) -> ModelOptScheme:
@@ -83,6 +87,20 @@ def test_the_kv_cache_is_as_the_checkpoint_wants_it(
     assert kv_cache == (KVCacheScheme() if expected else None)
 
 
+def test_what_a_file_of_its_own_adds_is_read_beside_the_rest(tmp_path: Path) -> None:
+    """Both spellings at once, as `read_configuration` lays one below the other."""
+    flat = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    for name, content in (
+        ("config.json", {"quantization_config": flat}),
+        ("hf_quant_config.json", {"producer": PRODUCER, "quantization": own}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    stored = read_configuration(tmp_path / "config.json")["quantization_config"]
+    assert read_scheme(ModelOptScheme, stored).kv_cache == KVCacheScheme()
+    assert read_scheme(ModelOptScheme, flat).kv_cache is None
+
+
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -102,6 +120,53 @@ def test_what_is_not_read_is_refused(nested: bool, settings: Any, message: str) 
         scheme(nested, **settings)
 
 
-def test_what_says_the_same_again_is_harmless() -> None:
-    scheme(quant_algo="FP8", config_groups={"group_0": {}}, group_size=None)
-    scheme(True, quant_algo="FP8", group_size=16)
+def groups(weights: Any = EIGHT, inputs: Any = EIGHT, **changes: Any) -> dict[str, Any]:
+    """`config_groups` as ModelOpt writes it beside FP8."""
+    both = {"input_activations": inputs, "weights": weights}
+    return {"group_0": both | {"targets": ["Linear"]} | changes}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "weights", "inputs"),
+    [
+        ("FP8", EIGHT, EIGHT),
+        ("FP8_PER_CHANNEL_PER_TOKEN", EIGHT | {"strategy": "channel"}, EIGHT | {"dynamic": True}),
+        ("fp8_pb_wo", EIGHT | {"strategy": "block", "block_structure": [128, 128]}, None),
+    ],
+)
+@pytest.mark.parametrize("size", [None, 0])
+def test_groups_may_say_again_what_the_algorithm_says(
+    algorithm: str, weights: Any, inputs: Any, size: Any
+) -> None:
+    given = groups(weights, inputs)
+    found = scheme(quant_algo=algorithm, config_groups=given, group_size=size)
+    assert found.format_for(UP, (8, 8), "linear") == stored_as(algorithm)
+    scheme(quant_algo=algorithm, config_groups=None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group_size": 16}, "group_size=16 must be None or 0"),
+        ({"config_groups": [groups()]}, "must be an object"),
+        ({"config_groups": {"group_0": 8}}, "config_groups: group_0=8 must be an object"),
+        ({"config_groups": {"group_0": {}}}, "config_groups: group_0={} must have weights"),
+        ({"config_groups": groups(EIGHT | {"num_bits": 4})}, "weights: num_bits=4 must be 8"),
+        ({"config_groups": groups(EIGHT | {"type": "int"})}, "weights: type='int' must be 'float'"),
+        ({"config_groups": groups(EIGHT | {"group_size": 16})}, "weights: group_size=16 must be"),
+        (
+            {"config_groups": groups(EIGHT | {"strategy": "channel"})},
+            "is fp8 by channel, inputs tensor, and quant_algo fp8 by tensor, inputs tensor",
+        ),
+        ({"config_groups": groups(inputs=None)}, "is fp8 by tensor, inputs plain, and quant_algo"),
+        (
+            {"config_groups": groups(inputs=EIGHT | {"dynamic": True})},
+            "is fp8 by tensor, inputs token, and quant_algo fp8 by tensor, inputs tensor",
+        ),
+        ({"config_groups": groups(targets=["lm_head"])}, "targets=['lm_head'] must be ['Linear']"),
+        ({"config_groups": groups(pre_quant_scale=True)}, "does not read pre_quant_scale"),
+    ],
+)
+def test_groups_that_say_otherwise_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        scheme(quant_algo="FP8", **changes)

@@ -22,8 +22,9 @@ LFS = b"version https://git-lfs"
 """What a file of git-lfs begins with that was not fetched."""
 INDEX = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+MODELOPT_FILE = "hf_quant_config.json"
 QUANTIZATION_FILES = {
-    "hf_quant_config.json": "modelopt",
+    MODELOPT_FILE: "modelopt",
     "quant_config.json": "awq",
     "quantize_config.json": "gptq",
 }
@@ -158,14 +159,18 @@ def _open_by_index(folder: Path) -> SafetensorsCheckpoint:
 
 def read_configuration(file: Path) -> Mapping[str, Any]:
     """A config.json, with how the weights are quantized where a file beside it says that:
-    ModelOpt's, or the older ones of AWQ and GPTQ.
+    ModelOpt's, or the older ones of AWQ and GPTQ. Where both say it, config.json counts; but what
+    ModelOpt says in its own file alone, as it once did of the KV cache, is added.
 
     Raises:
         CheckpointError: a file cannot be read, or several say it.
     """
     config = read_json(file)
+    stored = config.get("quantization_config")
     beside = [name for name in QUANTIZATION_FILES if (file.parent / name).exists()]
-    if config.get("quantization_config") is not None or not beside:
+    if isinstance(stored, dict) and MODELOPT_FILE in beside:
+        return {**config, "quantization_config": _with_own(stored, file.parent / MODELOPT_FILE)}
+    if stored is not None or not beside:
         return config
     if len(beside) > 1:
         raise CheckpointError(
@@ -175,6 +180,17 @@ def read_configuration(file: Path) -> Mapping[str, Any]:
     (name,) = beside
     method = {"quant_method": QUANTIZATION_FILES[name]}
     return {**config, "quantization_config": method | dict(read_json(file.parent / name))}
+
+
+def _with_own(stored: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The settings of ModelOpt's own file below those `stored` in config.json, if these are of it
+    as well: bare, or in "quantization" as there."""
+    if stored.get("quant_method") != QUANTIZATION_FILES[file.name]:
+        return stored
+    own, inner = read_json(file).get("quantization", {}), stored.get("quantization")
+    if not isinstance(own, dict):
+        raise CheckpointError(f"{file}: quantization must be an object")
+    return stored | {"quantization": own | inner} if isinstance(inner, dict) else own | stored
 
 
 def read_json(file: Path) -> Mapping[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 from rackmount_registry.attention import AttentionParams, CacheSpec, KVCache
 from rackmount_registry.axes import Mesh, size_of
 from rackmount_registry.config import ConfigReader
+from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import DENSE, QuantizationScheme, Role, StoredFormat
 from rackmount_registry.nn.attention import Attention
 from rackmount_registry.nn.embedding import OutputHead
@@ -32,8 +33,7 @@ class Draft:
 
     def storages(self) -> Iterator[Storage]:
         """Everything that the checkpoint fills on this rank."""
-        for socket in self.sockets:
-            yield from socket.storages()
+        yield from (storage for socket in self.sockets for storage in socket.storages())
 
     def in_filling_order(self) -> list[Socket]:
         """The sockets, tied heads last: such a one reads the table of an embedding."""
@@ -45,35 +45,30 @@ class Draft:
         what their formats say."""
         left = {id(storage): storage for storage in self.storages()}
         total = 0
-        for socket in self.sockets:
-            for weight in socket.weights():
-                its = {id(storage) for storage in weight.storages.values()}
-                if its <= left.keys():  # a tied head may have none of its own
-                    total += weight.num_bytes(self.dtype)
-                    for key in its:
-                        del left[key]
+        for weight in (weight for socket in self.sockets for weight in socket.weights()):
+            its = {id(storage) for storage in weight.storages.values()}
+            if its <= left.keys():  # a tied head may have none of its own
+                total += weight.num_bytes(self.dtype)
+                for key in its:
+                    del left[key]
         return total + sum(storage.num_bytes(self.dtype) for storage in left.values())
 
     def formats(self) -> dict[str, set[str]]:
         """Weight formats that kernels must take, as "linear" and "expert" -> names. A router's is
         made plain."""
         found: dict[str, set[str]] = {"linear": set(), "expert": set()}
-        for socket in self.sockets:
-            for weight in socket.weights():
-                if weight.role != "router":
-                    kind = "expert" if weight.role == "expert" else "linear"
-                    found[kind].add(weight.stored.yields)
+        for weight in (weight for socket in self.sockets for weight in socket.weights()):
+            if weight.role != "router":
+                kind = "expert" if weight.role == "expert" else "linear"
+                found[kind].add(weight.stored.yields)
         return found
 
     def unmet(self) -> list[str]:
         """Entries of the scheme's lists that mean no tensor of the model, on any rank."""
-        ask = getattr(self.scheme, "unmet", None)  # there need not be one
-        if ask is None:
-            return []
-        names = {piece.name for storage in self.storages() for piece in storage.pieces}
-        names.update(name for socket in self.sockets for name in socket.answers_for())
-        unmet: list[str] = ask({name.rpartition(".")[0] for name in names})
-        return unmet
+        ask = getattr(self.scheme, "unmet", lambda modules: ())  # there need not be one
+        here = (piece.name for storage in self.storages() for piece in storage.pieces)
+        others = (name for socket in self.sockets for name in socket.answers_for())
+        return list(ask({name.rpartition(".")[0] for name in (*here, *others)}))
 
     @property
     def vocab_size(self) -> int:
@@ -110,27 +105,29 @@ def draft(
         kv_cache: None for one of the model's dtype.
 
     Raises:
-        ConfigError: a key that the model never read, a value it refuses, or ranks that do not
-        divide it.
+        ConfigError: a key that the model never read, a value it refuses, ranks that do not divide
+        it, or a weight of a shape that the scheme does not store.
     """
 
     def format_of(name: str, shape: tuple[int, int], role: Role) -> StoredFormat:
-        return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
+        try:
+            return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
+        except ConfigError as error:
+            raise ConfigError(f"config.json: quantization_config: {error}") from error
 
     with torch.device("meta"):
         model = build(config)
     config.require_all_read(getattr(model, "harmless", frozenset()))
     survey = Survey(mesh=mesh or Mesh(), format_of=format_of)
     sockets: list[Socket] = []
-    attention: list[Attention] = []
     for path, module in model.named_modules():
         if isinstance(module, Socket):
             module.path = path
             module.survey(survey)
             sockets.append(module)
-        if isinstance(module, Attention):
-            module.index = len(attention)
-            attention.append(module)
+    attention = [socket for socket in sockets if isinstance(socket, Attention)]
+    for index, layer in enumerate(attention):
+        layer.index = index
     return Draft(
         model=model,
         dtype=dtype,

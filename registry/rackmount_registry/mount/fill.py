@@ -42,8 +42,7 @@ def fill(mounted: Mounted, checkpoint: Checkpoint, report: Report = silent) -> i
     read_kv_scales(draft, checkpoint, mounted.device)
     read_key_maps(draft, checkpoint, mounted.device)
     sources = _account(draft, list(draft.storages()), checkpoint)
-    there = (storage for storage in draft.storages() if not storage.is_absent)
-    total = sum(storage.num_bytes(draft.dtype) for storage in there)
+    total = sum(it.num_bytes(draft.dtype) for it in draft.storages() if not it.is_absent)
     done = read = 0
     for socket in draft.in_filling_order():
         for storage in socket.storages():
@@ -114,15 +113,18 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
         missing += [name for name, source in there.items() if source is None]
         for source in filter(None, there.values()):
             _check(source, checkpoint.tensors[source.name], storage.dtype)
-    if missing:
-        files = sorted({info.file for info in checkpoint.tensors.values()})
-        raise CheckpointError(
-            f"{len(missing)} tensors that the model needs are not in the checkpoint "
-            f"({listed(files)}): {listed(sorted(missing))}"
-        )
     answered = {name for socket in sockets for name in socket.answers_for()}
     read = {source.name for source in found.values()}
     extra = sorted(checkpoint.tensors.keys() - read - answered)
+    if missing:
+        files = sorted({info.file for info in checkpoint.tensors.values()})
+        packed = {name.rpartition(".")[0] + ".weight" for name in extra}
+        raise CheckpointError(
+            f"{len(missing)} tensors that the model needs are not in the checkpoint "
+            f"({listed(files)}): {listed(sorted(missing))}"
+            + "; others are there instead, and config.json has no quantization_config"
+            * (draft.scheme is None and not packed.isdisjoint(missing))
+        )
     rules: Mapping[str, str] = getattr(model, "ignored", {})
     unknown = [
         f"{name} in {checkpoint.tensors[name].file}"
@@ -130,9 +132,12 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
         if not any(re.fullmatch(rule, name) for rule in rules)
     ]
     if unknown:
+        tied = tuple(f"{s.path}." for s in sockets if isinstance(s, OutputHead) and s.tied)
         raise CheckpointError(
             f"{len(unknown)} tensors of the checkpoint are neither used by {type(model).__name__} "
             f"nor ignored by one of its rules: {listed(unknown)}"
+            + "; a head of such tensors needs tie_word_embeddings=false"
+            * any(each.startswith(tied) for each in unknown)
         )
     return found
 
