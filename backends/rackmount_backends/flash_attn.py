@@ -39,6 +39,8 @@ FOLDER = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 
 QUACK = "0.6."
 """Releases of quack whose modules are known to do without the package."""
+COMPILED_BY = ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+"""With Python's own version, what kernels are kept for."""
 PTXAS = "CUTE_DSL_PTXAS_PATH"
 """Where it is set, the package changes how kernels are compiled, and has to be imported."""
 
@@ -184,12 +186,13 @@ def missing_kernels(demand: Demand) -> str:
 def mark(dtype: str, params: AttentionParams, capability: tuple[int, int]) -> str:
     """The name of the file that says: kernels for such a layer are compiled. The length of a
     window is not in it, which is an argument of the kernel; a soft cap is compiled in."""
-    release = release_of("flash-attn-4")
+    releases = "-".join(map(release_of, COMPILED_BY))
+    python = f"py{sys.version_info.major}.{sys.version_info.minor}"
     kind = "+".join(sorted(params.features)) or "plain"
     cap = f"-cap{params.soft_cap}" if params.soft_cap else ""
     head = f"{dtype}-head{params.head_size}-{kind}{cap}"
     group = params.num_heads // params.num_kv_heads
-    return f"{release}-sm{capability[0]}{capability[1]}-{head}-group{group}"
+    return f"{releases}-{python}-sm{capability[0]}{capability[1]}-{head}-group{group}"
 
 
 def release_of(distribution: str) -> str:

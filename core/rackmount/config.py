@@ -92,7 +92,8 @@ class EngineConfig:
     max_graph_tokens: int | None = None
     """Most tokens of a step with prompts that is a CUDA graph. Larger ones run eagerly, which is no
     slower where the device takes longer to run them than the host to launch them: None is where
-    that should be, by the size of the model's layers, from 256 to 2048. Each size takes its time to
+    that should be on an H200, by the size of the model's layers, from 256 to 2048. A step between
+    two sizes runs as the larger one, up to half as large again; each size takes its time to
     capture, and memory."""
     async_scheduling: bool | None = None
     """Schedule the next step while one runs; None is on GPUs alone."""

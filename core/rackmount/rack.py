@@ -75,7 +75,8 @@ class Rack:
     @property
     def decode_sizes(self) -> list[int]:
         """Batch sizes of the decode steps that are captured."""
-        return decode_sizes(min(self.config.max_num_seqs, self.config.max_num_batched_tokens))
+        most = min(self.config.max_num_seqs, self.config.max_num_batched_tokens)
+        return decode_sizes(most) if self.captures_graphs else []
 
     @property
     def mixed_sizes(self) -> list[int]:
@@ -84,7 +85,7 @@ class Rack:
         given = config.max_graph_tokens
         most = mixed_limit(self.draft) if given is None else given
         most = min(most, config.max_num_batched_tokens, self.max_model_len)
-        return mixed_sizes(most) if most else []
+        return mixed_sizes(most) if most and self.captures_graphs else []
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -291,7 +292,8 @@ def _online_scheme(
         raise ConfigError(
             f"quantization={name!r}{did_you_mean(name, legal)} is none of the mounted schemes that "
             f"round a plain checkpoint, as this one is, while it is loaded: "
-            f"{', '.join(legal) or 'none'}{broken_note(manager.broken)}"
+            f"{', '.join(legal) or 'none'}{broken_note(manager.broken)}; `rackmount calibrate "
+            "--weights` rounds to others, and writes a checkpoint"
         )
     offer = manager.find(QuantizationScheme, name)
     return offer, instantiate(offer, options, None)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,8 +197,18 @@ def test_a_run_leaves_a_mark_of_what_it_compiled_and_of_nothing_else(
         demand(replace(PARAMS, sliding_window=5), compute_capability=capability),
     ):
         assert missing_kernels(other)
-    monkeypatch.setattr(flash_attn, "version", lambda name: f"2 of {name}")
-    assert missing_kernels(here)
+    installed = flash_attn.release_of
+    for renewed in ("flash-attn-4", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        with monkeypatch.context() as patch:
+            known = {renewed: "2"}
+            patch.setattr(
+                flash_attn, "release_of", lambda name, known=known: known.get(name, installed(name))
+            )
+            assert missing_kernels(here)
+    assert missing_kernels(here) == ""
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "version_info", SimpleNamespace(major=3, minor=99))
+        assert missing_kernels(here)
 
 
 def test_without_a_gpu_nothing_is_said_of_kernels() -> None:

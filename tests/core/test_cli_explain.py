@@ -252,7 +252,7 @@ def test_it_is_said_which_steps_are_captured_or_why_none_is(folder, args, line):
         (QWEN3_0_6B, ["--max-num-batched-tokens", "8192"], 2048),
         (QWEN3_0_6B, ["--max-num-batched-tokens", "300"], 300),
         (QWEN3_0_6B, ["--max-model-len", "100"], 100),
-        (LLAMA_3_8B, [], 768),
+        (LLAMA_3_8B, [], 1024),
         (LLAMA_3_70B, [], 256),
     ],
 )
@@ -260,6 +260,10 @@ def test_mixed_steps_are_captured_as_far_as_the_host_is_slower(tmp_path, config,
     folder = write(tmp_path / "model", config)
     lines = explain(folder, *BFLOAT16, "--memory-gib", "200", *args).stdout
     assert f", mixed steps of up to {limit} tokens" in lines
+    told = figures(folder, *BFLOAT16, *args)
+    assert told["mixed_sizes"][-1] == limit and told["decode_sizes"][0] == 1
+    told = figures(folder, *BFLOAT16, *args, "--enforce-eager")
+    assert told["mixed_sizes"] == told["decode_sizes"] == []
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,7 @@ def rack_of(device: str = "cpu", **arguments: Any) -> Any:
         blocks_per_sequence=100,
         max_model_len=1600,
         num_ranks=1,
+        captures_graphs=False,
     )
 
 
@@ -137,6 +138,26 @@ def test_where_no_block_is_left_it_is_told_what_leaves_more(
         num_kv_blocks(rack, free)
     with pytest.raises(ConfigError, match=f"{left} are left .* a machine with more memory"):
         num_kv_blocks(rack_of(**asked), free)
+
+
+@pytest.mark.parametrize("place", ["SamplingTable", "Worker.room", "Worker.carve"])
+def test_a_step_that_does_not_fit_into_a_gpu_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def fail(*args: Any, **more: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(f"rackmount.execution.worker.{place}", fail)
+    with pytest.raises(ConfigError, match="too little memory for the largest step") as caught:
+        Engine(folder, manager=plugins(), device="cpu")
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+
+
+def test_fewer_graphs_leave_more_for_the_pool() -> None:
+    rack = rack_of("cuda", max_num_seqs=9)
+    rack.captures_graphs = True
+    with pytest.raises(ConfigError, match="max_num_seqs=9, or enforce_eager, more gpu_memory"):
+        num_kv_blocks(rack, 0)
 
 
 def test_a_container_s_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,8 @@ from tests.helpers.mounting import plugins
 from torch import Tensor
 
 from rackmount import Engine, RequestOutput, SamplingParams
-from rackmount.execution.graphs import SamplingGraph
+from rackmount.execution.batch import FlatBatch
+from rackmount.execution.graphs import MixedGraphs, SamplingGraph
 from rackmount.execution.pending import PendingStep
 from rackmount.execution.worker import Worker
 from rackmount.scheduling.plan import StepPlan
@@ -87,18 +88,30 @@ def test_graphs_of_large_batches_give_the_tokens_of_eager_steps(folder: Path) ->
     assert len({tuple(each) for each in found[0]}) > 100
 
 
-def test_larger_mixed_graphs_give_the_tokens_of_eager_steps(tmp_path: Path) -> None:
+def test_larger_mixed_graphs_give_the_tokens_of_eager_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of more tokens than any one prompt has, in float32 as above."""
+    replayed: list[int] = []
+    replay = MixedGraphs.replay
+
+    def watch(self: MixedGraphs, flat: FlatBatch) -> Any:
+        replayed.append(flat.token_ids.size)
+        return replay(self, flat)
+
+    monkeypatch.setattr(MixedGraphs, "replay", watch)
     folder = tiny_checkpoint(tmp_path, "qwen3", **SIZES, max_position_embeddings=1024)[0]
     prompts = rows(*(30 + 7 * index for index in range(20)))
     given = {"dtype": "float32", "max_num_seqs": 20, "num_kv_blocks": 400, "block_size": 16}
     given |= {"max_graph_tokens": 700, "max_num_batched_tokens": 700, "enable_mixed_steps": True}
-    found = []
+    found, num_replayed = [], []
     for eager in (False, True):
         with engine_of(folder, enforce_eager=eager, **given) as engine:
-            assert engine.rack.mixed_sizes[-2:] == [512, 700]
+            assert engine.rack.mixed_sizes[-2:] == ([] if eager else [512, 700])
             found.append(tokens_of(engine, prompts, [greedy(12)] * len(prompts)))
             assert_idle(engine)
+        num_replayed.append(len(replayed))
+    assert num_replayed[0] == num_replayed[1] > 2 and max(replayed) > 512
     assert found[0] == found[1]
     assert len({tuple(each) for each in found[0]}) > 15
 
@@ -119,12 +132,13 @@ def errors_of(outputs: list[RequestOutput], expected: list[RequestOutput]) -> Te
     return torch.stack(found).view(-1, 2)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [*BACKENDS, "auto"])
 def test_logits_are_near_those_of_the_reference(
     folder: Path, backend: str, record_property: Callable[[str, object], None]
 ) -> None:
     """Of prompts in chunks, and of decode steps; the reference is PyTorch's in all parts. bfloat16
-    alone takes some 1e-2, and none take a quarter more than the reference in bfloat16 does."""
+    alone takes some 1e-2, and none take a quarter more than the reference in bfloat16 does. `auto`
+    may take two backends."""
     prompts = rows(40, 7, 21)
     params = SamplingParams(
         temperature=0, max_tokens=24, ignore_eos=True, logprobs=97, prompt_logprobs=97

@@ -59,7 +59,7 @@ def test_a_start_is_told_phase_by_phase(tiny: Path) -> None:
     # As JSON leaves it: tuples are lists.
     arguments = {"load_format": "dummy", "device": "cpu", "max_model_len": None, "auto_plugins": []}
     row = measure(str(tiny), json.loads(json.dumps(arguments)), 5)
-    assert set(row) == {*PHASES, "total", "attention", "parts"}
+    assert set(row) == {*PHASES, "total", "attention", "parts", "decode_sizes", "mixed_sizes"}
     assert min(row[name] for name in PHASES) > 0
     assert row["total"] == pytest.approx(sum(row[name] for name in PHASES))
     assert row["attention"] == "torch" and "attention_backend: torch" in row["parts"]

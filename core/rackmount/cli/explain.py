@@ -112,6 +112,8 @@ def _figures(rack: Rack, memory: int | None) -> dict[str, Any]:
         "max_full_requests": None if num_blocks is None else full_requests(rack, num_blocks),
         "problem": problem,
         "eager_because": rack.eager_because,
+        "decode_sizes": rack.decode_sizes,
+        "mixed_sizes": rack.mixed_sizes,
     }
 
 

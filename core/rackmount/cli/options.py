@@ -54,7 +54,9 @@ class EngineOptions:
     enforce_eager: Annotated[bool, _engine("Capture no CUDA graphs.", "--enforce-eager")] = False
     max_graph_tokens: Annotated[
         int | None,
-        _engine("Most tokens of a step with prompts that is a CUDA graph; by the model's size."),
+        _engine(
+            "Most tokens of a step with prompts that is a CUDA graph; by the model if not given."
+        ),
     ] = None
     async_scheduling: Annotated[
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")

@@ -1,5 +1,7 @@
 """How much memory there is, and how many KV blocks it holds."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships no types
@@ -107,13 +109,29 @@ def num_kv_blocks(rack: Rack, free: int) -> int:
     return min(fitting, config.max_num_seqs * rack.blocks_per_sequence)
 
 
+@contextmanager
+def room_needed(rack: Rack) -> Iterator[None]:
+    """Around what takes a GPU's memory that was not counted yet.
+
+    Raises:
+        ConfigError: there is not as much.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{rack.device} has too little memory for the largest step beside the weights; "
+            f"{_more(rack)}"
+        ) from error
+
+
 def _more(rack: Rack) -> str:
     """What leaves more memory for the pool."""
     config = rack.config
     if rack.device.type != "cuda":
         return "choose a smaller model, or a machine with more memory"
     given = f"max_num_batched_tokens={config.max_num_batched_tokens}, "
-    given += f"max_num_seqs={config.max_num_seqs}"
+    given += f"max_num_seqs={config.max_num_seqs}" + ", or enforce_eager" * rack.captures_graphs
     share = config.gpu_memory_utilization
     more = f", more gpu_memory_utilization than {share}" * (share < 1)
     return f"choose less than {given}{more}, or more ranks"

@@ -22,9 +22,9 @@ class Profile:
     graphs: int
 
 
-def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
+def profile(runner: Runner, sampler: Sampler, padding_row: int, prompt_chunk: int) -> Profile:
     """Runs the largest steps and captures some graphs, over a pool of one block that nothing is
-    written to."""
+    written to. `prompt_chunk` is how many tokens of a prompt have their logprobs taken at once."""
     runner.carve(1)
     rack = runner.rack
     num_requests = min(rack.config.max_num_seqs, rack.config.max_num_batched_tokens)
@@ -36,25 +36,28 @@ def profile(runner: Runner, sampler: Sampler, padding_row: int) -> Profile:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
     for query_lens in (prompts, mixed_lens, prompts):  # the first time compiles
-        _run(runner, sampler, padding_step(query_lens, padding_row))
+        _run(runner, sampler, padding_step(query_lens, padding_row), prompt_chunk)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
-    graphs = 0
-    if rack.captures_graphs:
-        decode = DecodeGraphs(runner, sampler, padding_row)
-        mixed = MixedGraphs(runner, padding_row)
-        sizes = rack.decode_sizes
-        first, other = (_taken(decode.capture, [size]) for size in (sizes[-1], sizes[0]))
-        graphs = first + other * (len(sizes) - 1) + _taken(mixed.capture, rack.mixed_sizes)
-        del decode, mixed
+    # Where graphs are captured: the largest size takes the room that others share. Of decode steps
+    # others count as the smallest, of mixed ones as the second largest.
+    decode, sizes = DecodeGraphs(runner, sampler, padding_row), rack.decode_sizes
+    graphs = _taken(decode.capture, sizes[-1:])
+    graphs += _taken(decode.capture, sizes[:1]) * (len(sizes) - 1)
+    mixed, sizes = MixedGraphs(runner, padding_row), rack.mixed_sizes
+    graphs += _taken(mixed.capture, sizes[-1:])
+    graphs += _taken(mixed.capture, sizes[-2:-1]) * (len(sizes) - 1)
+    del decode, mixed
     gc.collect()  # what garbage holds would not be there for KV
     torch.cuda.empty_cache()
     return Profile(activations=activations, graphs=graphs)
 
 
-def _run(runner: Runner, sampler: Sampler, flat: FlatBatch) -> None:
+def _run(runner: Runner, sampler: Sampler, flat: FlatBatch, prompt_chunk: int) -> None:
     """A step whose requests all ask for everything, logprobs of their prompts too."""
     tensors, hidden = runner.hidden(flat, of_all=True)
+    some = tensors.token_ids[:prompt_chunk]
+    runner.ops.logprobs(runner.logits(hidden[: len(some)]), some.long(), 1)
     logits = runner.logits(hidden.index_select(0, tensors.logits_indices))
     del hidden
     runner.sample(tensors, logits.clone(), sampler.draw)

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rackmount.execution.memory import room_needed
 from rackmount.execution.messages import (
     Carve,
     Carved,
@@ -90,18 +91,18 @@ class RankProgram:
             vocab_size,
             COMPILE_S if self._leads else FOLLOWER_COMPILE_S,
         )
-        self._worker = Worker(self._rack, self._checkpoint, self._report, grammars)
-        self._checkpoint = None
-        if self._own:
-            self._own.close()
-        return Loaded(
-            num_kv_blocks=self._worker.room(),
-            weight_bytes_read=self._worker.weight_bytes_read,
-        )
+        with room_needed(self._rack):
+            self._worker = Worker(self._rack, self._checkpoint, self._report, grammars)
+            self._checkpoint = None
+            if self._own:
+                self._own.close()
+            num_kv_blocks = self._worker.room()
+        return Loaded(num_kv_blocks=num_kv_blocks, weight_bytes_read=self._worker.weight_bytes_read)
 
     @collector_paused()
     def _carve(self, worker: Worker, num_kv_blocks: int) -> Carved:
-        kv_bytes = worker.carve(num_kv_blocks)
+        with room_needed(self._rack):
+            kv_bytes = worker.carve(num_kv_blocks)
         num_tried, saturation = worker.saturation()
         return Carved(kv_bytes=kv_bytes, saturation=saturation, num_tried=num_tried)
 

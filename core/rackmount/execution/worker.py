@@ -92,7 +92,8 @@ class Worker:
     def room(self) -> int:
         """KV blocks that there is room for; a GPU runs the largest step to find out."""
         if self.rack.device.type == "cuda":
-            self.profile = profile(self._runner, self._sampler, self.batch.padding_row)
+            padding_row, chunk = self.batch.padding_row, self._prompt_chunk
+            self.profile = profile(self._runner, self._sampler, padding_row, chunk)
         taken = self.profile.activations + self.profile.graphs
         return num_kv_blocks(self.rack, self._free() - taken)
 
@@ -111,6 +112,7 @@ class Worker:
             self._decode_graphs.capture(self.rack.decode_sizes)
             self._mixed_graphs = MixedGraphs(self._runner, self.batch.padding_row)
             self._mixed_graphs.capture(self.rack.mixed_sizes)
+            torch.cuda.empty_cache()  # what was run before each capture is not in the profile
         return num_bytes
 
     @torch.inference_mode()

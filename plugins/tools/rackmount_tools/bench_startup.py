@@ -32,9 +32,9 @@ COLUMNS = {
 
 
 def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, Any]:
-    """Seconds of each phase of one process, and of all; the parts that served it, of which the
-    backends of attention are told beside them, since `auto` may take others once kernels of theirs
-    are compiled.
+    """Seconds of each phase of one process, and of all; the parts that served it, and the sizes of
+    its CUDA graphs. The backends of attention are told beside them, since `auto` may take others
+    once kernels of theirs are compiled.
 
     Raises:
         RackmountError: what the process raised; or it failed otherwise, and its own words are on
@@ -59,7 +59,8 @@ def measure(model: str, arguments: dict[str, Any], input_len: int) -> dict[str, 
     named = [part.split(": ") for part in found["parts"]]
     attention = ", ".join(name for kind, name in named if kind == "attention_backend")
     total = {"total": marks[-1] - start}
-    return dict(phases) | total | {"attention": attention, "parts": found["parts"]}
+    served = {name: found[name] for name in found.keys() - set(PHASES)}
+    return dict(phases) | total | {"attention": attention} | served
 
 
 @unfold

@@ -48,7 +48,8 @@ def answered(asked: dict[str, Any]) -> dict[str, Any]:
         times["first token"] = time.time()
         from rackmount_tools.record import describe_rack
 
-        return times | {"parts": describe_rack(engine.rack)["parts"]}
+        rack = describe_rack(engine.rack)
+        return times | {name: rack[name] for name in ("parts", "decode_sizes", "mixed_sizes")}
 
 
 if __name__ == "__main__":

@@ -114,6 +114,8 @@ def describe_rack(rack: Rack) -> dict[str, Any]:
         "kv_dtype": str(rack.kv_dtype).removeprefix("torch."),
         "device": str(rack.device),
         "block_size": rack.block_size,
+        "decode_sizes": rack.decode_sizes,
+        "mixed_sizes": rack.mixed_sizes,
         "parts": sorted({f"{each.descriptor.kind}: {each.name}" for each in parts}),
     }
 
