@@ -39,14 +39,8 @@ def profile(runner: Runner, sampler: Sampler, padding_row: int, prompt_chunk: in
         _run(runner, sampler, padding_step(query_lens, padding_row), prompt_chunk)
     torch.cuda.synchronize()
     activations = torch.cuda.max_memory_reserved() - before
-    # Where graphs are captured: the largest size takes the room that others share. Of decode steps
-    # others count as the smallest, of mixed ones as the second largest.
-    decode, sizes = DecodeGraphs(runner, sampler, padding_row), rack.decode_sizes
-    graphs = _taken(decode.capture, sizes[-1:])
-    graphs += _taken(decode.capture, sizes[:1]) * (len(sizes) - 1)
-    mixed, sizes = MixedGraphs(runner, padding_row), rack.mixed_sizes
-    graphs += _taken(mixed.capture, sizes[-1:])
-    graphs += _taken(mixed.capture, sizes[-2:-1]) * (len(sizes) - 1)
+    decode, mixed = DecodeGraphs(runner, sampler, padding_row), MixedGraphs(runner, padding_row)
+    graphs = _graphs(decode.capture, rack.decode_sizes) + _graphs(mixed.capture, rack.mixed_sizes)
     del decode, mixed
     gc.collect()  # what garbage holds would not be there for KV
     torch.cuda.empty_cache()
@@ -63,6 +57,12 @@ def _run(runner: Runner, sampler: Sampler, flat: FlatBatch, prompt_chunk: int) -
     runner.sample(tensors, logits.clone(), sampler.draw)
     token_ids = runner.sample(tensors, logits, sampler.draw_processed)
     runner.ops.logprobs(logits, token_ids.clamp(min=0).long(), 1)
+
+
+def _graphs(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:
+    """Bytes of graphs of all sizes: the largest takes the room that others share, and of others
+    none takes more than the second largest."""
+    return _taken(capture, sizes[-1:]) + _taken(capture, sizes[-2:-1]) * (len(sizes) - 1)
 
 
 def _taken(capture: Callable[[Iterable[int]], None], sizes: list[int]) -> int:
