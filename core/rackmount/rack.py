@@ -268,6 +268,8 @@ def _scheme(
     stored = reader.sub("quantization_config")
     if stored is None:
         return _online_scheme(config, manager, options)
+    if (file := reader.get("quantization_file")) is not None:
+        stored = ConfigReader(reader.quantization_config, f"{file} of {config.model}", frozenset())
     method = stored.quant_method
     if config.quantization not in (None, method):
         raise ConfigError(

@@ -45,8 +45,9 @@ def kv_scales(rack: Rack) -> list[str]:
     if cache.dtype != FP8:
         left = f"KV cache in {dtype_name(cache.dtype)}: the checkpoint's FP8 scales are not used"
         return [left] if scheme and scheme.kv_cache else []
-    of = "one for each KV head" if cache.per == "head" else "one for each layer"
-    source = f"the checkpoint's, {of}" if cache.scale is None else f"{cache.scale} for all"
+    each = "KV head" if cache.per == "head" else "layer"
+    own = f"the checkpoint's, which must have one for each {each}"
+    source = own if cache.scale is None else f"{cache.scale} for all"
     mapped = "" if cache.key_map_names is None else "; keys and queries mapped"
     return [f"KV cache in {dtype_name(FP8)}, scales: {source}{mapped}"]
 

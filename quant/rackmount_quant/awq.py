@@ -17,7 +17,6 @@ from rackmount_quant.packing import pack, unpack
 from rackmount_quant.rounding import round_groups
 from rackmount_quant.settings import choice, either, group_size, refuse_transforms
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import Dim, KVCacheScheme, Role, Slot, StoredFormat, Weight
 
 BITS, PER_WORD = 4, 8
@@ -25,7 +24,8 @@ BITS, PER_WORD = 4, 8
 HARMLESS_BY_REASON = {
     "how scales were found": """
         act_group_aware batch_size block_name_to_quantize cache_block_outputs damp_percent dataset
-        model_seqlen module_name_preceding_first_block pad_token_id tokenizer true_sequential""",
+        model_seqlen module_name_preceding_first_block pack_impl pad_token_id tokenizer
+        true_sequential""",
     "how other engines run it": """
         do_fuse exllama_config fuse_max_seq_len max_input_length modules_to_fuse""",
     "settings for GPTQ, which transformers 5 adds": "desc_act modules_in_block_to_quantize sym",
@@ -46,9 +46,10 @@ class AwqScheme:
                 kind, or unknown keys.
         """
         either(config, "quant_method", "method")  # GPTQModel writes both
-        key, bits = either(config, "bits", "w_bit")
+        self._error = config.error
+        self._bits, bits = either(config, "bits", "w_bit")
         if bits != BITS:
-            raise config.error(key, f"must be {BITS}, as AWQ has no other")
+            raise config.error(self._bits, f"must be {BITS}, as AWQ has no other")
         choice(config, "pack_dtype", ["int32"], "int32")
         for key in ("version", "format", "checkpoint_format"):
             _, version = either(config, key, default="gemm")
@@ -58,7 +59,9 @@ class AwqScheme:
         choice(config, "lm_head", [False], False)
         choice(config, "dynamic", [None, {}])
         refuse_transforms(config)
-        self._group = group_size(config, "group_size", "q_group_size", default=128)
+        spellings = "group_size", "q_group_size"
+        self._group = group_size(config, *spellings, default=128)
+        self._columns, _ = either(config, *spellings)
         self._zero_point = choice(config, "zero_point", [True, False], True)
         self._plain = read_names(config, "modules_to_not_convert", kind=substrings)
         config.require_all_read(HARMLESS)
@@ -72,11 +75,11 @@ class AwqScheme:
         if role in ("router", "head") or name in self._plain:
             return None
         out, size = shape
-        if out % PER_WORD or (self._group > 0 and size % self._group):
-            raise ConfigError(
-                f"{name} of shape {list(shape)}: AWQ needs rows in multiples of {PER_WORD} and "
-                f"columns in multiples of group_size={self._group}"
-            )
+        if out % PER_WORD:
+            raise self._error(self._bits, f"puts {PER_WORD} rows in a word, and {name} has {out}")
+        if self._group > 0 and size % self._group:
+            rule = f"means groups of {self._group} columns, and {name} has {size}"
+            raise self._error(self._columns, rule)
         return awq_format(self._group, zero_point=self._zero_point)
 
     def unmet(self, modules: Collection[str]) -> list[str]:

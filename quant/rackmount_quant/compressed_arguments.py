@@ -18,7 +18,7 @@ from typing import Literal
 
 from rackmount_quant.eight_bits import fp8_blocks, fp8_rows, int8_rows
 from rackmount_quant.integers import Integers, integer_format
-from rackmount_quant.settings import CALIBRATION, choice, group_size, nested
+from rackmount_quant.settings import CALIBRATION, choice, group_size, nested, refuse_groups
 from rackmount_registry.config import ConfigReader
 from rackmount_registry.formats import BLOCK, Activation, Dim, Slot, StoredFormat
 
@@ -75,12 +75,12 @@ def read_inputs(group: ConfigReader) -> Inputs | None:
     kind = choice(args, "type", ["int", "float"], "int")
     symmetric = choice(args, "symmetric", [True] if kind == "float" else [True, False], True)
     dynamic = choice(args, "dynamic", [True, False], False)
-    for unused in ("actorder", "block_structure"):
-        choice(args, unused, [None])
+    refuse_groups(args, "actorder", "block_structure")
     columns = args.get("group_size")
-    strategy = choice(
-        args, "strategy", ["token", "tensor", "group"] if dynamic else ["tensor"], "tensor"
-    )
+    strategies = ["token", "tensor", "group"] if dynamic else ["tensor"]
+    strategy = choice(args, "strategy", strategies, "tensor" if columns is None else "group")
+    if strategy != "group":
+        refuse_groups(args, "group_size")
     args.require_all_read(CALIBRATION)
     activation: Activation = "token"
     if strategy == "group":

@@ -33,7 +33,9 @@ class Group:
     stored: Callable[[tuple[int, int]], StoredFormat] | None
     """Shape [out, in] of a whole weight -> its format; None: plain."""
     group_size: int
-    """What these columns must be a multiple of."""
+    """What its columns must be a multiple of."""
+    error: Callable[[str, str], ConfigError]
+    """Of a key of its weights, and the rule that this breaks."""
 
 
 class CompressedTensorsScheme:
@@ -80,9 +82,8 @@ class CompressedTensorsScheme:
         if group is None or group.stored is None:
             return None
         if shape[1] % group.group_size:
-            raise ConfigError(
-                f"{name} has {shape[1]} columns, no multiple of group_size={group.group_size}"
-            )
+            rule = f"must divide the columns of {name}, which are {shape[1]}"
+            raise group.error("group_size", rule)
         return group.stored(shape)
 
     def unmet(self, modules: Collection[str]) -> list[str]:
@@ -136,6 +137,7 @@ def _read_group(groups: ConfigReader, name: str, form: str) -> Group:
         linear=LINEAR in targets,
         stored=stored,
         group_size=size,
+        error=(weights or group).error,
     )
 
 

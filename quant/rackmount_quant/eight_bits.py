@@ -101,7 +101,7 @@ def _largest(scales: Tensor, what: str, is_bundle: bool) -> Tensor:
             f"{what} must be finite and not negative, and {others} of {scales.numel()} are not"
         )
     largest = scales.where(torch.isfinite(scales) & (scales > 0), 0).amax().view(1)
-    return check_scales(largest, f"the largest {what} of all experts")
+    return check_scales(largest, f"the largest {what} of all experts here")
 
 
 def _numbers(values: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ HARMLESS_BY_REASON = {
         act_group_aware autoround_version batch_size block_name_to_quantize cache_block_outputs
         damp_auto_increment damp_percent dataset failsafe fallback foem gptaq hessian hyb_act
         low_gpu_mem_usage model_file_base_name model_name_or_path model_seqlen
-        module_name_preceding_first_block mse offload_to_disk pad_token_id parallel_packing smooth
-        smoother static_groups tokenizer true_sequential v2 v2_alpha""",
+        module_name_preceding_first_block mse offload_to_disk pack_impl pad_token_id
+        parallel_packing smooth smoother static_groups tokenizer true_sequential v2 v2_alpha""",
     "how other engines run it": """
         backend disable_exllama exllama_config max_input_length use_cuda_fp16 use_exllama""",
 }

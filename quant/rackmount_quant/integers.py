@@ -121,21 +121,27 @@ def _finish(
 
 
 def _check_shape(shape: Tensor | None, whole: tuple[int, int], parts: tuple[int, ...]) -> None:
-    """Words are whole, so that a packed tensor's own shape leaves the number of columns open. Rows
-    of a part are as often those of this rank as ranks cut it, which is known of the first part, and
-    for others at most as often."""
+    """Words are whole, so that a packed tensor's own shape leaves the number of columns open. The
+    first part has the rows of `whole`. Others have those of this rank, as often as ranks cut them,
+    which is no more often than the first part; a vocabulary, which ranks may cut unevenly, is a
+    first part."""
     if shape is None:
         return
-    here, most = torch.tensor(parts, device=shape.device), whole[0] // parts[0]
-    rows, columns = shape.unbind(-1)
+    here, most = torch.tensor(parts, device=shape.device), whole[0] // max(1, parts[0])
+    rows, columns = shape.reshape(-1, len(parts), 2).unbind(-1)
     if bool((columns != whole[1]).any()):
         raise CheckpointError(
             f"weight_shape has {_distinct(columns)} columns, and the model needs {whole[1]}"
         )
+    if bool((rows[:, 0] != whole[0]).any()):
+        raise CheckpointError(
+            f"weight_shape has {_distinct(rows[:, 0])} rows, and the model needs {whole[0]}"
+        )
+    rows, here = rows[:, 1:], here[1:]
     if bool(((rows % here != 0) | (rows < here) | (rows > here * most)).any()):
         times = f", or up to {most} times that" if most > 1 else ""
         raise CheckpointError(
-            f"weight_shape has {_distinct(rows)} rows, and the model needs {list(parts)}{times}"
+            f"weight_shape has {_distinct(rows)} rows, and the model needs {here.tolist()}{times}"
         )
 
 

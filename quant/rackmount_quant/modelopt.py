@@ -27,7 +27,7 @@ ALGORITHMS: Mapping[str, Callable[[], StoredFormat]] = {
     "FP8_PB_WO": lambda: fp8_blocks("plain"),
 }
 
-HARMLESS = frozenset({"producer", "quant_method"})
+HARMLESS = frozenset({"producer", "quant_library", "quant_method"})
 """Who saved it."""
 
 
@@ -73,7 +73,7 @@ def _require_same(settings: ConfigReader, stored: StoredFormat) -> None:
         weights = nested(group, "weights") if group else None
         if group is None or weights is None:
             raise groups.error(name, "must have weights")
-        choice(group, "targets", [["Linear"]])
+        choice(group, "targets", [["Linear"], None])
         choice(weights, "group_size", [None])
         again, _ = read_weights(weights, "float-quantized", read_inputs(group))
         group.require_all_read()

@@ -64,7 +64,7 @@ def kv_cache_scheme(config: ConfigReader, key: str = "kv_cache_scheme") -> KVCac
     Raises:
         ConfigError: anything but static float8_e4m3 with a scale for each layer or head.
     """
-    if config.get(key) == "static":  # AutoFP8 writes no more than this
+    if config.get(key) in ("static", "FP8"):  # all that AutoFP8 and ModelOpt 0.31 to 0.33 say
         return KVCacheScheme()
     scheme = nested(config, key)
     if scheme is None:
@@ -73,11 +73,20 @@ def kv_cache_scheme(config: ConfigReader, key: str = "kv_cache_scheme") -> KVCac
     choice(scheme, "type", ["float"])
     choice(scheme, "dynamic", [False], False)
     choice(scheme, "symmetric", [True], True)
-    for unused in ("actorder", "block_structure", "group_size"):
-        choice(scheme, unused, [None])
+    refuse_groups(scheme, "actorder", "block_structure", "group_size")
     strategy = choice(scheme, "strategy", ["tensor", "attn_head"], "tensor")
     scheme.require_all_read(CALIBRATION)
     return KVCacheScheme(per="head" if strategy == "attn_head" else "tensor")
+
+
+def refuse_groups(arguments: ConfigReader, *keys: str) -> None:
+    """Holds that compressed-tensors' arguments of no weight have none of a weight's groups.
+
+    Raises:
+        ConfigError: one of the keys says something.
+    """
+    for key in keys:
+        choice(arguments, key, [None, False] if key == "actorder" else [None])
 
 
 def refuse_transforms(config: ConfigReader) -> None:

@@ -18,7 +18,7 @@ HARMLESS_BY_REASON = {
         transformers.js_config transformers_version""",
     "read by the engine, for dtype, context length and stop ids": """
         bos_token_id dtype eos_token_id max_position_embeddings pad_token_id torch_dtype""",
-    "read by the mount, for the quantization scheme": "quantization_config",
+    "read by the mount, for the quantization scheme": "quantization_config quantization_file",
     "training only": """
         attention_dropout aux_loss_alpha ep_size initializer_range pretraining_tp
         router_aux_loss_coef router_jitter_noise seq_aux""",

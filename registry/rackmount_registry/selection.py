@@ -435,9 +435,9 @@ def _choose_pair(
     parts, verb = " and ".join(kinds), "does" if len(kinds) == 1 else "do"
     whole = f"the {parts} asked for {verb} not fit" if wanted else f"no {parts} fits"
     message = _none_fits(whole, [row[3] for row in asked], a.broken)
-    pairs = ((p.first.name, p.second.name) for p in candidates if p.accepted)
-    alike = a.kind == b.kind
-    would = ", ".join(one if alike and one == two else f"{one} + {two}" for one, two in pairs)
+    alike = a.kind == b.kind  # one name is asked for both
+    fit = [p for p in candidates if p.accepted and not (alike and p.first.name != p.second.name)]
+    would = ", ".join(p.first.name if alike else f"{p.first.name} + {p.second.name}" for p in fit)
     raise SelectionError(f"{message}. Would fit: {would or 'none'}", candidates)
 
 

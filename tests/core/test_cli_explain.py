@@ -137,7 +137,10 @@ def test_an_fp8_cache_takes_half_and_its_scales_are_named(folder):
     assert content["num_kv_blocks"] // 2 == own["num_kv_blocks"]
     text = explain(folder, *args).stdout
     assert "KV per token: 56 KiB in float8_e4m3fn (" in text and "112 KiB in bfloat16" in text
-    assert "KV cache in float8_e4m3fn, scales: the checkpoint's, one for each layer\n" in text
+    assert (
+        "KV cache in float8_e4m3fn, scales: the checkpoint's, which must have one for each layer\n"
+        in text
+    )
     given = explain(folder, *args, "--kv-scale", "0.5").stdout
     assert "KV cache in float8_e4m3fn, scales: 0.5 for all\n" in given
     assert "KV cache in" not in explain(folder).stdout

@@ -97,7 +97,9 @@ def test_the_cache_is_what_the_answers_come_from(folder: Path) -> None:
 
 
 def test_scales_are_never_dropped_in_silence(folder: Path, plain: Path) -> None:
-    with pytest.raises(CheckpointError, match="says nothing of the KV cache; choose kv_cache"):
+    with pytest.raises(
+        CheckpointError, match="no quantization_config of it speaks of the KV cache; choose"
+    ):
         tiny_engine(folder)
     with pytest.raises(CheckpointError, match="2 of 2 attention layers have no scales"):
         tiny_engine(plain, **FP8_KV)
@@ -133,7 +135,10 @@ def test_the_report_says_where_scales_come_from_and_that_they_hold(
 ) -> None:
     engine = tiny_engine(folder, **FP8_KV)
     report = startup_report(engine.rack, engine.core, engine.manager)
-    assert "KV cache in float8_e4m3fn, scales: the checkpoint's, one for each layer" in report
+    assert (
+        "KV cache in float8_e4m3fn, scales: the checkpoint's, which must have one for each layer"
+        in report
+    )
     assert any(line.startswith("KV scales hold 64 random tokens: no layer") for line in report)
     assert not caplog.records
     own = tiny_engine(folder, kv_cache_dtype="model")
@@ -244,7 +249,10 @@ def test_what_the_checkpoint_says_is_done(tmp_path: Path) -> None:
     assert engine.rack.kv_dtype == FP8
     assert len(tokens_of(engine, PROMPTS, greedy(3))) == len(PROMPTS)
     report = startup_report(engine.rack, engine.core, engine.manager)
-    assert "KV cache in float8_e4m3fn, scales: the checkpoint's, one for each KV head" in report
+    assert (
+        "KV cache in float8_e4m3fn, scales: the checkpoint's, which must have one for each KV head"
+        in report
+    )
     asked = tiny_engine(folder, manager=manager, kv_cache_dtype="model")
     assert asked.rack.kv_dtype == torch.float32
     with pytest.raises(SelectionError, match="no head_scales"):

@@ -100,6 +100,22 @@ def test_a_value_of_another_kind_is_refused(values: dict[str, Any], message: str
     assert str(caught.value).startswith("config.json of m: ")
 
 
+def test_settings_of_a_file_beside_are_refused_with_its_name() -> None:
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    for more, message in (
+        ({"checksum": 1}, "rackmount does not read checksum"),
+        ({"bits": 3}, "bits=3 must be 4 or 8"),
+        ({"dtype": 1}, "rackmount does not read dtype"),
+    ):
+        for place, name in (
+            ({}, "config.json of m: quantization_config"),
+            ({"quantization_file": "quantize_config.json"}, "quantize_config.json of m"),
+        ):
+            with pytest.raises(ConfigError, match=message) as caught:
+                rack_of(LLAMA | place | {"quantization_config": stored | more})
+            assert str(caught.value).startswith(f"{name}: ")
+
+
 def test_the_dtype_is_the_checkpoints_in_either_spelling_unless_one_is_asked_for() -> None:
     for model, dtype in (
         (LLAMA, torch.float32),

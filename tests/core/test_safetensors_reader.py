@@ -238,7 +238,8 @@ def test_a_file_beside_the_configuration_may_say_how_weights_are_quantized(
     single: Path, name: str, method: str
 ) -> None:
     write_json(single / name, {"bits": 4})
-    expected = CONFIG | {"quantization_config": {"quant_method": method, "bits": 4}}
+    section = {"quantization_config": {"quant_method": method, "bits": 4}}
+    expected = CONFIG | section | {"quantization_file": name}
     assert open_checkpoint(single).config == expected
     write_json(single / "config.json", CONFIG | {"quantization_config": None})
     assert open_checkpoint(single).config == expected
@@ -254,17 +255,25 @@ def test_a_file_beside_the_configuration_may_say_how_weights_are_quantized(
         ({"quant_algo": "FP8"}, {"quant_algo": "NVFP4"} | KV, {"quant_algo": "FP8"} | KV),
         ({"quant_algo": "FP8"}, {}, {"quant_algo": "FP8"}),
         ({"quantization": {"quant_algo": "FP8"}}, KV, {"quantization": {"quant_algo": "FP8"} | KV}),
-        ({"quant_method": "w8"}, KV, {"quant_method": "w8"}),
+        # Versions 0.31 to 0.33 did not name it in config.json.
+        ({"quant_method": None, "quant_algo": "FP8"}, KV, {"quant_algo": "FP8"} | KV),
     ],
 )
 def test_what_modelopt_says_in_its_own_file_alone_is_added(
     single: Path, stored: dict[str, Any], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     stored = {"quant_method": "modelopt"} | stored
+    if stored["quant_method"] is None:
+        del stored["quant_method"]
     write_json(single / "config.json", CONFIG | {"quantization_config": stored})
     write_json(single / "hf_quant_config.json", {"producer": {}, "quantization": own})
-    found = open_checkpoint(single).config["quantization_config"]
-    assert found == {"quant_method": "modelopt"} | expected
+    config = open_checkpoint(single).config
+    its = {"quant_method": "modelopt", "producer": {}}
+    assert config["quantization_config"] == its | expected
+    assert config["quantization_file"] == "config.json and hf_quant_config.json"
+    other = {"quantization_config": {"quant_method": "w8"}}
+    write_json(single / "config.json", CONFIG | other)
+    assert open_checkpoint(single).config == CONFIG | other
 
 
 def test_a_file_of_modelopt_that_holds_no_settings_is_refused(single: Path) -> None:

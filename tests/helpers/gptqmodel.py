@@ -68,6 +68,9 @@ AWQ: Mapping[str, Any] = {
     "version": "gemm",
 }
 
+NOTES_OF_5: Mapping[str, Any] = {"pack_impl": "cpu"}
+"""What versions 5.0 to 5.6 wrote beside `meta`, of either method."""
+
 CHANGES_NUMBERS: Mapping[str, Any] = {
     "rotation": "hadamard",
     "adapter": {"name": "lora", "path": "eora", "rank": 64},

@@ -119,6 +119,7 @@ def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> N
         ({}, True),
         ({"zero_point": False}, False),
         ({"rotation": None, "adapter": None, "meta": None, "dynamic": None}, True),
+        (gptqmodel.NOTES_OF_5, True),
     ],
 )
 def test_what_gptqmodel_writes_is_read(changes: Any, zero_point: bool) -> None:
@@ -146,11 +147,21 @@ def test_what_transformers_adds_is_harmless() -> None:
     scheme(format="gemm", backend="auto", desc_act=False, sym=True, damp_percent=0.1, meta=None)
 
 
-@pytest.mark.parametrize("shape", [(12, 64), (16, 48)])
-def test_shapes_that_do_not_fill_words_or_groups_are_refused(shape: tuple[int, int]) -> None:
-    message = f"x of shape {list(shape)}: AWQ needs rows in multiples of 8 and columns in multiples"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        scheme().format_for("x", shape, "linear")
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ((12, 64), "bits=4 puts 8 rows in a word, and x has 12"),
+        ((16, 48), "group_size=32 means groups of 32 columns, and x has 48"),
+    ],
+)
+def test_shapes_that_do_not_fill_words_or_groups_are_refused(
+    shape: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        scheme(group_size=32).format_for("x", shape, "linear")
+    with pytest.raises(ConfigError, match=r"q_group_size=32 means|w_bit=4 puts"):
+        spelled = {"quant_method": "awq", "w_bit": 4, "q_group_size": 32}
+        read_scheme(AwqScheme, spelled).format_for("x", shape, "linear")
 
 
 def test_scales_of_zero_are_refused() -> None:

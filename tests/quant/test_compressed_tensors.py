@@ -393,6 +393,9 @@ def test_a_config_that_is_not_read_is_refused(changes: dict[str, Any], message: 
         (FP8, TOKEN | {"dynamic": "local"}, FLOAT, "dynamic='local'"),
         (FP8, TOKEN | {"dynamic": False}, FLOAT, "strategy='token' must be 'tensor'"),
         (FP8, TOKEN | {"clip": 1}, FLOAT, "clip"),
+        (FP8, TOKEN | {"group_size": 16}, FLOAT, "group_size=16 must be None"),
+        (FP8, STATIC | {"group_size": 16}, FLOAT, "group_size=16 must be None"),
+        (FP8, TOKEN | {"actorder": True}, FLOAT, "actorder=True must be None or False"),
         (None, TOKEN, FLOAT, "input_activations"),
     ],
 )
@@ -430,8 +433,19 @@ def test_what_changes_no_numbers_is_harmless() -> None:
     )
 
 
+@pytest.mark.parametrize("size", [16, 128])
+def test_inputs_with_a_group_size_are_of_groups_though_nothing_says_so(size: int) -> None:
+    """As the library reads them; of other sizes than blocks have they stay as they are."""
+    inputs = {"num_bits": 8, "type": "float", "dynamic": True, "group_size": size}
+    implied = stored_as(128, FP8_BLOCK, inputs, FLOAT)
+    assert implied == stored_as(128, FP8_BLOCK, inputs | {"strategy": "group"}, FLOAT)
+    assert implied.name.endswith("inputs group" if size == 128 else "inputs plain")
+
+
 def test_groups_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="up_proj has 48 columns, no multiple of group_size=32"):
+    with pytest.raises(
+        ConfigError, match=r"group_size=32 must divide the columns of .*up_proj, .* 48"
+    ):
         scheme(W4A16).format_for(UP, (8, 48), "linear")
 
 

@@ -103,7 +103,9 @@ def test_experts_that_calibration_never_reached_are_passed_over(
         for e, scale in enumerate(given)
     ]
     if largest is None:
-        with pytest.raises(CheckpointError, match="largest input_scale of all experts must be fin"):
+        with pytest.raises(
+            CheckpointError, match="largest input_scale of all experts here must be"
+        ):
             load_bundle(stored, experts, (4,), 6)
     else:
         bundle = load_bundle(stored, experts, (4,), 6)

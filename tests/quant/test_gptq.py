@@ -241,6 +241,7 @@ def test_what_is_not_read_is_refused(changes: dict[str, Any], message: str) -> N
     [
         ({}, {}),
         ({"rotation": None, "adapter": None, "meta": None}, {}),
+        (gptqmodel.NOTES_OF_5, {}),
         ({"desc_act": True, "sym": False}, {"act_order": True, "symmetric": False}),
         ({"format": "gptq_v2", "checkpoint_format": "gptq_v2"}, {"zeros_less_one": False}),
         (

@@ -16,9 +16,10 @@ PACKED = Integers(bits=4, per="group", group=32)
     ("part", "axis", "value", "message"),
     [
         (0, 1, 63, r"weight_shape has \[63, 64\] columns.* needs 64"),
-        (0, 0, 8, r"weight_shape has \[4, 8\] rows.* needs \[16, 4\]$"),
-        (1, 0, 8, r"weight_shape has \[8, 16\] rows.* needs \[16, 4\]$"),
-        (1, 0, 3, r"weight_shape has \[3, 16\] rows"),
+        (0, 0, 8, r"weight_shape has \[8\] rows.* needs 16$"),
+        (0, 0, 32, r"weight_shape has \[32\] rows.* needs 16$"),
+        (1, 0, 8, r"weight_shape has \[8\] rows.* needs \[4\]$"),
+        (1, 0, 3, r"weight_shape has \[3\] rows.* needs \[4\]$"),
     ],
 )
 def test_a_shape_with_other_rows_or_columns_is_refused(
@@ -43,8 +44,20 @@ def test_a_rank_that_has_a_share_knows_how_many_may_have_another(rows: int) -> N
     if rows in (4, 8):
         load(stored, packed, (8, 4), 64)
         return
-    with pytest.raises(CheckpointError, match=r"rows, .* needs \[8, 4\], or up to 2 times"):
+    with pytest.raises(CheckpointError, match=r"rows, .* needs \[4\], or up to 2 times"):
         load(stored, packed, (8, 4), 64)
+
+
+@pytest.mark.parametrize("share", [49, 48, 1, 0])
+def test_a_vocabulary_may_be_cut_unevenly(share: int) -> None:
+    """97 rows by two ranks, or by more of which the last has few or none."""
+    stored = integer_format(PACKED, (97, 64))
+    packed = compressed_tensors(random_grouped(share, 64, group=32), symmetric=True)
+    packed["weight_shape"][0] = 97
+    load(stored, [packed], (share,), 64)
+    packed["weight_shape"][0] = 98
+    with pytest.raises(CheckpointError, match=r"has \[98\] rows, and the model needs 97"):
+        load(stored, [packed], (share,), 64)
 
 
 def test_bytes_beyond_four_bits_are_refused() -> None:

@@ -101,6 +101,28 @@ def test_what_a_file_of_its_own_adds_is_read_beside_the_rest(tmp_path: Path) -> 
     assert read_scheme(ModelOptScheme, flat).kv_cache is None
 
 
+def test_what_versions_31_to_33_wrote_is_read(tmp_path: Path) -> None:
+    """Without a method, targets of the group, or more of the cache than its format."""
+    stored = {
+        "config_groups": {"group_0": {"input_activations": EIGHT, "weights": EIGHT}},
+        "ignore": ["lm_head"],
+        "quant_algo": "FP8",
+        "kv_cache_scheme": "FP8",
+        "producer": PRODUCER,
+        "quant_library": "modelopt",
+    }
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    for name, content in (
+        ("config.json", {"quantization_config": stored}),
+        ("hf_quant_config.json", {"producer": PRODUCER, "quantization": own}),
+    ):
+        (tmp_path / name).write_text(json.dumps(content))
+    section = read_configuration(tmp_path / "config.json")["quantization_config"]
+    found = read_scheme(ModelOptScheme, section)
+    assert section["quant_method"] == "modelopt" and found.kv_cache == KVCacheScheme()
+    assert found.format_for(UP, (8, 8), "linear") == stored_as("FP8")
+
+
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize(
     ("settings", "message"),
@@ -121,7 +143,7 @@ def test_what_is_not_read_is_refused(nested: bool, settings: Any, message: str) 
 
 
 def groups(weights: Any = EIGHT, inputs: Any = EIGHT, **changes: Any) -> dict[str, Any]:
-    """`config_groups` as ModelOpt writes it beside FP8."""
+    """`config_groups` as ModelOpt writes it beside FP8; the other algorithms have none."""
     both = {"input_activations": inputs, "weights": weights}
     return {"group_0": both | {"targets": ["Linear"]} | changes}
 
@@ -154,6 +176,10 @@ def test_groups_may_say_again_what_the_algorithm_says(
         ({"config_groups": groups(EIGHT | {"num_bits": 4})}, "weights: num_bits=4 must be 8"),
         ({"config_groups": groups(EIGHT | {"type": "int"})}, "weights: type='int' must be 'float'"),
         ({"config_groups": groups(EIGHT | {"group_size": 16})}, "weights: group_size=16 must be"),
+        (
+            {"config_groups": groups(inputs=EIGHT | {"group_size": 16})},
+            "input_activations: strategy=None must be 'tensor'",
+        ),
         (
             {"config_groups": groups(EIGHT | {"strategy": "channel"})},
             "is fp8 by channel, inputs tensor, and quant_algo fp8 by tensor, inputs tensor",

@@ -183,6 +183,14 @@ def test_a_kernel_that_fits_nothing_is_refused_with_why_and_with_those_that_do(
     assert reason in why and "torch" in fitting
 
 
+def test_a_gpu_that_is_not_there_is_refused(
+    refusal_of: RefusalOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    text = refusal_of("bench kernels {model} --device cuda")
+    assert "device=cuda: no GPU is there; choose device='cpu'" in text
+
+
 def test_an_unknown_kernel_is_refused_with_all_there_are(refusal_of: RefusalOf) -> None:
     text = refusal_of("bench kernels {model} --device cpu --kernel tritn")
     assert "kernel='tritn' (did you mean 'triton'?) must be one of " in text

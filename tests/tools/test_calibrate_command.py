@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from tests.helpers.checkpoints import tiny_checkpoint
 from tests.helpers.engines import NUM_BYTE_IDS, byte_tokenizer
@@ -117,3 +118,21 @@ def test_the_command_says_what_it_saw(llama: Path, tmp_path: Path) -> None:
     }  # fmt: skip
     readable = (tmp_path / "out" / "model.safetensors").stat().st_mode
     assert readable == (tmp_path / "out" / "config.json").stat().st_mode
+
+
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_read(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    outcome = run(llama, tmp_path / "out", TEXT, "--device", "cuda")
+    assert outcome.exit_code == 2
+    assert "device=cuda: no GPU is there; choose device='cpu'" in outcome.output
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_was_cut_off_is_told(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".incomplete").touch()
+    outcome = run(llama, tmp_path / "out", TEXT)
+    assert outcome.exit_code == 2
+    assert "or none yet, and holds .incomplete: a run is at work there, or" in outcome.output

@@ -28,7 +28,8 @@ def explain(
     ctx: typer.Context,
     model: Model,
     memory_gib: Annotated[
-        float | None, typer.Option(min=0, help="Memory to count with, instead of what is free.")
+        float | None,
+        typer.Option(min=0, help="Memory for weights and KV, instead of what is free."),
     ] = None,
     as_json: AsJson = False,
     *,

@@ -119,10 +119,8 @@ def room_needed(rack: Rack) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ConfigError(
-            f"{rack.device} has too little memory for the largest step beside the weights; "
-            f"{_more(rack)}"
-        ) from error
+        what = f"{rack.device} has too little memory for the largest step beside the weights"
+        raise ConfigError(f"{what}; {_more(rack)}") from error
 
 
 def _more(rack: Rack) -> str:

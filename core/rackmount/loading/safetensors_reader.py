@@ -162,35 +162,39 @@ def read_configuration(file: Path) -> Mapping[str, Any]:
     ModelOpt's, or the older ones of AWQ and GPTQ. Where both say it, config.json counts; but what
     ModelOpt says in its own file alone, as it once did of the KV cache, is added.
 
+    "quantization_file" is added where another file has a part in that, for errors.
+
     Raises:
         CheckpointError: a file cannot be read, or several say it.
     """
     config = read_json(file)
     stored = config.get("quantization_config")
     beside = [name for name in QUANTIZATION_FILES if (file.parent / name).exists()]
-    if isinstance(stored, dict) and MODELOPT_FILE in beside:
-        return {**config, "quantization_config": _with_own(stored, file.parent / MODELOPT_FILE)}
-    if stored is not None or not beside:
+    if stored is not None:  # ModelOpt 0.31 to 0.33 saved it without a method
+        is_its = isinstance(stored, dict) and stored.get("quant_method", "modelopt") == "modelopt"
+        beside = [MODELOPT_FILE] if is_its and MODELOPT_FILE in beside else []
+    if not beside:
         return config
     if len(beside) > 1:
         raise CheckpointError(
-            f"{' and '.join(beside)} in {file.parent} both say how its weights are quantized; one "
-            "must go, or config.json say it"
+            f"{' and '.join(beside)} in {file.parent} both say how it is quantized; one must go"
         )
     (name,) = beside
-    method = {"quant_method": QUANTIZATION_FILES[name]}
-    return {**config, "quantization_config": method | dict(read_json(file.parent / name))}
+    found = {"quant_method": QUANTIZATION_FILES[name], **read_json(file.parent / name)}
+    if stored is not None:
+        found = _below(found, stored, file.parent / name)
+        name = f"{file.name} and {name}"
+    return {**config, "quantization_config": found, "quantization_file": name}
 
 
-def _with_own(stored: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The settings of ModelOpt's own file below those `stored` in config.json, if these are of it
-    as well: bare, or in "quantization" as there."""
-    if stored.get("quant_method") != QUANTIZATION_FILES[file.name]:
-        return stored
-    own, inner = read_json(file).get("quantization", {}), stored.get("quantization")
-    if not isinstance(own, dict):
+def _below(own: dict[str, Any], stored: dict[str, Any], file: Path) -> dict[str, Any]:
+    """The settings of ModelOpt's own `file` below those `stored` in config.json: bare there, or in
+    "quantization" as in the file."""
+    settings, inner = own.pop("quantization", {}), stored.get("quantization")
+    if not isinstance(settings, dict):
         raise CheckpointError(f"{file}: quantization must be an object")
-    return stored | {"quantization": own | inner} if isinstance(inner, dict) else own | stored
+    bare = own | stored
+    return bare | {"quantization": settings | inner} if isinstance(inner, dict) else settings | bare
 
 
 def read_json(file: Path) -> Mapping[str, Any]:

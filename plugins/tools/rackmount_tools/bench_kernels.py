@@ -25,6 +25,7 @@ from rackmount_tools.bench_latency import numbers_of
 from rackmount_tools.ceilings import measure_ceilings
 from rackmount_tools.expert_timing import time_experts
 from rackmount_tools.linear_timing import time_linear
+from rackmount_tools.machine import require_device
 from rackmount_tools.record import (
     JsonFile,
     describe_ceilings,
@@ -112,6 +113,7 @@ def bench(
         config = EngineConfig.create(model=name, **arguments)
         path = locate(name, ctx.obj, report, weights=False)
         rack = draft_rack(config, read_config(path, ctx.obj), ctx.obj)
+    require_device(rack)
     only = kernel or []
     if tune is not None:
         require_gpu(rack)

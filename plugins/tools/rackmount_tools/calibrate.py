@@ -87,7 +87,7 @@ def calibrate(
             report=report,
         )
     for line in (*sight(done.seen), *summary(asked, done, out)):
-        typer.echo(line)
+        typer.echo(line, err=line.startswith("WARNING"))
 
 
 def sight(seen: Observed) -> list[str]:

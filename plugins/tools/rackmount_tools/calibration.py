@@ -32,6 +32,7 @@ from rackmount_tools.compressed_config import (
     quantization_config,
     transform_config,
 )
+from rackmount_tools.machine import require_device
 from rackmount_tools.observed import Observed, observe
 from rackmount_tools.perplexity import DEFAULT_CONTEXT, leading_token, windows_of
 from rackmount_tools.rounded_tensors import RoundedTensors, formats_of
@@ -144,6 +145,7 @@ def write_calibrated(
     checkpoint = open_model(path, manager, "auto")
     try:
         rack = draft_rack(config, checkpoint.config, manager)
+        require_device(rack)
         if config.max_model_len is None:
             rack = replace(rack, max_model_len=min(DEFAULT_CONTEXT, rack.max_model_len))
         if rack.kv_dtype == FP8:

@@ -47,7 +47,8 @@ def new_folder(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise ConfigError(f"out={str(folder)!r} must be a folder: {error}") from error
     if full:
-        raise ConfigError(f"out={str(folder)!r} must be an empty folder, or none yet")
+        held = f", and holds {MARK}: a run is at work there, or was cut off" * mark.exists()
+        raise ConfigError(f"out={str(folder)!r} must be an empty folder, or none yet{held}")
     try:
         yield folder
     finally:

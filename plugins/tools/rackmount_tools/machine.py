@@ -6,10 +6,25 @@ import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import torch
+
+from rackmount import Rack
+from rackmount_registry.errors import ConfigError
+
 LIBRARIES = ("torch", "triton", "numpy", "flash-attn-4", "flashinfer-python")
 """Distributions whose kernels the figures may be of."""
 SELF = ":/plugins/tools/rackmount_tools/machine.py"
 """This file in a checkout, for git."""
+
+
+def require_device(rack: Rack) -> None:
+    """As an engine would: `explain` alone speaks of devices that are not here.
+
+    Raises:
+        ConfigError: there is no GPU.
+    """
+    if rack.device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device={rack.device}: no GPU is there; choose device='cpu'")
 
 
 def describe_machine(*distributions: str) -> dict[str, object]:

@@ -9,7 +9,6 @@ from torch import nn
 from rackmount_registry.attention import AttentionParams, CacheSpec, KVCache
 from rackmount_registry.axes import Mesh, size_of
 from rackmount_registry.config import ConfigReader
-from rackmount_registry.errors import ConfigError
 from rackmount_registry.formats import DENSE, QuantizationScheme, Role, StoredFormat
 from rackmount_registry.nn.attention import Attention
 from rackmount_registry.nn.embedding import OutputHead
@@ -110,10 +109,7 @@ def draft(
     """
 
     def format_of(name: str, shape: tuple[int, int], role: Role) -> StoredFormat:
-        try:
-            return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
-        except ConfigError as error:
-            raise ConfigError(f"config.json: quantization_config: {error}") from error
+        return (scheme.format_for(name, shape, role) if scheme else None) or DENSE
 
     with torch.device("meta"):
         model = build(config)

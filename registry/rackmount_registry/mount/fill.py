@@ -119,11 +119,12 @@ def _account(draft: Draft, storages: list[Storage], checkpoint: Checkpoint) -> d
     if missing:
         files = sorted({info.file for info in checkpoint.tensors.values()})
         packed = {name.rpartition(".")[0] + ".weight" for name in extra}
+        told = "leaves them plain" if draft.scheme else "is not in config.json"
         raise CheckpointError(
             f"{len(missing)} tensors that the model needs are not in the checkpoint "
             f"({listed(files)}): {listed(sorted(missing))}"
-            + "; others are there instead, and config.json has no quantization_config"
-            * (draft.scheme is None and not packed.isdisjoint(missing))
+            + f"; others are there instead, and a quantization_config {told}"
+            * (not packed.isdisjoint(missing))
         )
     rules: Mapping[str, str] = getattr(model, "ignored", {})
     unknown = [

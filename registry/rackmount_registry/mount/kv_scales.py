@@ -163,8 +163,8 @@ def _read(layer: Attention, checkpoint: Checkpoint, name: str, per: str) -> Tens
 def _refuse_unused(names: list[Names], checkpoint: Checkpoint) -> None:
     if found := _listed([name for each in names for name in each.all], checkpoint):
         raise CheckpointError(
-            f"the checkpoint has scales of quantized attention, {found}, and its "
-            "quantization_config says nothing of the KV cache; choose kv_cache_dtype='fp8' to use "
+            f"the checkpoint has scales of quantized attention, {found}, and no "
+            "quantization_config of it speaks of the KV cache; choose kv_cache_dtype='fp8' to use "
             "those of keys and values, or kv_cache_dtype='model' to leave them"
         )
 
