@@ -33,8 +33,7 @@ def mixed_sizes(limit: int) -> list[int]:
     As long as a step is bound by reading the weights, padding costs little, and beyond that it
     costs less than the host does: so these are few, for the time that each takes to capture.
     """
-    steps = [16, 32, 64, 128, 192, 256, 384, 512, 768]
-    return _up_to(limit, [*steps, *range(1024, max(limit, 1024), 512)])
+    return _up_to(limit, [16, 32, 64, 128, 192, 256, 384, 512, 768, *range(1024, limit, 512)])
 
 
 def decode_sizes(limit: int) -> list[int]:
@@ -43,8 +42,7 @@ def decode_sizes(limit: int) -> list[int]:
     From 32 requests on, padding is at most a fifth of the captured step.
     """
     steps = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32)]
-    steps += range(320, max(limit, 320), 64)
-    return _up_to(limit, steps)
+    return _up_to(limit, [*steps, *range(320, limit, 64)])
 
 
 def _up_to(limit: int, steps: list[int]) -> list[int]:

@@ -144,15 +144,7 @@ def write_calibrated(
     path = locate(config.model, manager, report)
     checkpoint = open_model(path, manager, "auto")
     try:
-        rack = draft_rack(config, checkpoint.config, manager)
-        require_device(rack)
-        if config.max_model_len is None:
-            rack = replace(rack, max_model_len=min(DEFAULT_CONTEXT, rack.max_model_len))
-        if rack.kv_dtype == FP8:
-            raise ConfigError(
-                f"kv_cache_dtype={config.kv_cache_dtype!r} makes the cache FP8, and scales are of "
-                "keys and values as they are; choose kv_cache_dtype='model'"
-            )
+        rack = _drafted(config, checkpoint, manager)
         section = _section(checkpoint, rack, asked)
         scheme = _scheme(section, manager) if asked.weights != "none" else None
         formats = formats_of(rack.draft, scheme) if scheme else {}
@@ -192,6 +184,20 @@ def write_calibrated(
     finally:
         checkpoint.close()
     return Calibrated(seen=seen, num_rounded=len(formats), written=written)
+
+
+def _drafted(config: EngineConfig, checkpoint: Checkpoint, manager: PluginManager) -> Rack:
+    """The rack that the text runs through, a window of `max_model_len` tokens at a time."""
+    rack = draft_rack(config, checkpoint.config, manager)
+    require_device(rack)
+    if rack.kv_dtype == FP8:
+        raise ConfigError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} makes the cache FP8, and scales are of keys "
+            "and values as they are; choose kv_cache_dtype='model'"
+        )
+    if config.max_model_len is None:
+        return replace(rack, max_model_len=min(DEFAULT_CONTEXT, rack.max_model_len))
+    return rack
 
 
 def _section(checkpoint: Checkpoint, rack: Rack, asked: Calibration) -> dict[str, Any]:
