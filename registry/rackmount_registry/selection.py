@@ -438,7 +438,8 @@ def _choose_pair(
     alike = a.kind == b.kind  # one name is asked for both
     fit = [p for p in candidates if p.accepted and not (alike and p.first.name != p.second.name)]
     would = ", ".join(p.first.name if alike else f"{p.first.name} + {p.second.name}" for p in fit)
-    raise SelectionError(f"{message}. Would fit: {would or 'none'}", candidates)
+    would = would or ("auto" if any(p.accepted for p in candidates) else "none")
+    raise SelectionError(f"{message}. Would fit: {would}", candidates)
 
 
 def _pair_rank(*ranks: tuple[int, float, str, str]) -> tuple[object, ...]:

@@ -156,7 +156,9 @@ def test_a_step_that_does_not_fit_into_a_gpu_is_refused(
 def test_fewer_graphs_leave_more_for_the_pool() -> None:
     rack = rack_of("cuda", max_num_seqs=9)
     rack.captures_graphs = True
-    with pytest.raises(ConfigError, match="max_num_seqs=9, or enforce_eager, more gpu_memory"):
+    with pytest.raises(
+        ConfigError, match=r"max_num_seqs=9, more .* than 0.9, enforce_eager, or more ranks"
+    ):
         num_kv_blocks(rack, 0)
 
 

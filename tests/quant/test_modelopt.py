@@ -87,16 +87,21 @@ def test_the_kv_cache_is_as_the_checkpoint_wants_it(
     assert kv_cache == (KVCacheScheme() if expected else None)
 
 
+def read_beside(folder: Path, stored: dict[str, Any]) -> Any:
+    """A quantization_config with what a file beside it adds: FP8 keys and values."""
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    for name, content in (
+        ("config.json", {"quantization_config": stored}),
+        ("hf_quant_config.json", {"producer": PRODUCER, "quantization": own}),
+    ):
+        (folder / name).write_text(json.dumps(content))
+    return read_configuration(folder / "config.json")["quantization_config"]
+
+
 def test_what_a_file_of_its_own_adds_is_read_beside_the_rest(tmp_path: Path) -> None:
     """Both spellings at once, as `read_configuration` lays one below the other."""
     flat = {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head"]}
-    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    for name, content in (
-        ("config.json", {"quantization_config": flat}),
-        ("hf_quant_config.json", {"producer": PRODUCER, "quantization": own}),
-    ):
-        (tmp_path / name).write_text(json.dumps(content))
-    stored = read_configuration(tmp_path / "config.json")["quantization_config"]
+    stored = read_beside(tmp_path, flat)
     assert read_scheme(ModelOptScheme, stored).kv_cache == KVCacheScheme()
     assert read_scheme(ModelOptScheme, flat).kv_cache is None
 
@@ -111,13 +116,7 @@ def test_what_versions_31_to_33_wrote_is_read(tmp_path: Path) -> None:
         "producer": PRODUCER,
         "quant_library": "modelopt",
     }
-    own = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    for name, content in (
-        ("config.json", {"quantization_config": stored}),
-        ("hf_quant_config.json", {"producer": PRODUCER, "quantization": own}),
-    ):
-        (tmp_path / name).write_text(json.dumps(content))
-    section = read_configuration(tmp_path / "config.json")["quantization_config"]
+    section = read_beside(tmp_path, stored)
     found = read_scheme(ModelOptScheme, section)
     assert section["quant_method"] == "modelopt" and found.kv_cache == KVCacheScheme()
     assert found.format_for(UP, (8, 8), "linear") == stored_as("FP8")

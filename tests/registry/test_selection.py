@@ -248,6 +248,9 @@ def test_a_requested_backend_serves_both_phases_or_is_refused() -> None:
         choose_attention([pre, torch], CPU, "pre")
     assert "phase=decode is not one of prefill" in str(caught.value)
     assert "Would fit: torch" in str(caught.value)
+    step = attention("step", Cell(phases=("decode",)))
+    with pytest.raises(SelectionError, match=r"Would fit: auto$"):
+        choose_attention([pre, step], CPU, "pre")
 
 
 def test_auto_goes_by_the_order_of_each_phase() -> None:

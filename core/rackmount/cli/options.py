@@ -62,7 +62,7 @@ class EngineOptions:
         bool | None, _engine("Schedule a step ahead; on GPUs by default.")
     ] = None
     load_format: Annotated[str, _engine("auto, or dummy for random weights.")] = "auto"
-    quantization: Annotated[str | None, _engine("fp8 rounds a plain checkpoint.")] = None
+    quantization: Annotated[str | None, _engine("Scheme; fp8 rounds a plain checkpoint.")] = None
     linear_kernel: Annotated[str, _engine("Kernel of linear layers.")] = "auto"
     expert_kernel: Annotated[str, _engine("Kernel of experts.")] = "auto"
     token_dispatcher: Annotated[str, _engine("Dispatch of tokens to experts.")] = "auto"

@@ -129,9 +129,10 @@ def _more(rack: Rack) -> str:
     if rack.device.type != "cuda":
         return "choose a smaller model, or a machine with more memory"
     given = f"max_num_batched_tokens={config.max_num_batched_tokens}, "
-    given += f"max_num_seqs={config.max_num_seqs}" + ", or enforce_eager" * rack.captures_graphs
+    given += f"max_num_seqs={config.max_num_seqs}"
     share = config.gpu_memory_utilization
     more = f", more gpu_memory_utilization than {share}" * (share < 1)
+    more += ", enforce_eager" * rack.captures_graphs
     return f"choose less than {given}{more}, or more ranks"
 
 
